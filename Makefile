@@ -4,7 +4,8 @@
 #   make demo       train a small model and show the recording
 #   make check      ruff, types, import rules: before each commit
 #   make test-fast  unit and property tests on the working tree     (make test-fast ARGS="-k schedule")
-#   make test       all tests, on the wheel                         (make test ARGS="-k schedule")
+#   make test       unit, property, golden and integration tests, on the wheel  (make test ARGS="-k schedule")
+#   make test-slow  the other tests: matrices, browser, fault programs, on the wheel
 #   make lint       `make check` from scratch, bandit, documentation
 #   make docs       the documentation, as HTML in build/docs
 #   make bench      overhead and scaling, compared with other profilers (an hour; ARGS=--quick)
@@ -16,7 +17,7 @@
 #   make test-gpu   the tests that need a GPU
 #   make test-cuda  the same with a CUDA build of PyTorch and a simulated GPU (minutes; downloads 550 MB once)
 #   make fuzz       the file readers, ten minutes each                  (ARGS=--quick)
-#   make audit      known vulnerabilities of the pinned dependencies    (exit code 3: not audited; 0 with ARGS=--allow-unaudited)
+#   make audit      known vulnerabilities of the pinned dependencies    (fails too where a package cannot be audited)
 #   make clean      remove everything built, the environment included
 
 PYTHON ?= python3
@@ -44,7 +45,7 @@ PARALLEL = --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() +
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test-fast test lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu test-cuda verdicts
+.PHONY: help demo check test-fast test test-slow lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu test-cuda verdicts
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -65,7 +66,10 @@ test-fast: $(EDITABLE)/editable.stamp
 
 # The script, not `python -m pytest`: that would put the working tree first on the path.
 test: $(VENV)/wheel.stamp $(VENV)/test.deps
-	$(BIN)/pytest $(PARALLEL) $(ARGS)
+	$(BIN)/pytest -m 'not browser and not extended' $(PARALLEL) $(ARGS)
+
+test-slow: $(VENV)/wheel.stamp $(VENV)/test.deps
+	$(BIN)/pytest -m 'browser or extended' $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/wheel.stamp $(VENV)/dev.deps
 	$(BIN)/ruff check .
@@ -79,7 +83,7 @@ docs: $(VENV)/dev.deps
 	$(BIN)/sphinx-build -n -W -q -b html docs build/docs
 	@echo build/docs/index.html
 
-bench: $(VENV)/wheel.stamp $(VENV)/bench.deps $(VENV)/peers.stamp
+bench: $(VENV)/wheel.stamp $(VENV)/test.deps $(VENV)/peers.stamp
 	$(BIN)/python tests/benchmarks/all_parts.py $(ARGS)
 
 torture: $(VENV)/wheel.stamp $(VENV)/test.deps
@@ -107,7 +111,7 @@ fuzz: $(VENV)/wheel.stamp $(VENV)/fuzz.deps
 	$(BIN)/python tests/fuzz/fuzz.py $(ARGS)
 
 audit: $(VENV)/dev.deps
-	$(BIN)/python tests/fuzz/audit.py $(ARGS)
+	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt $(ARGS)
 
 clean:
 	-@if [ -e $(VENV)/dmypy.json ]; then $(DMYPY) stop; fi
@@ -125,8 +129,7 @@ $(VENV)/run.deps: EXTRAS :=
 $(VENV)/test.deps: EXTRAS := [test]
 $(VENV)/dev.deps: EXTRAS := [test,docs,dev]
 $(VENV)/fuzz.deps: EXTRAS := [test,fuzz]
-$(VENV)/bench.deps: EXTRAS := [test,bench]
-$(VENV)/run.deps $(VENV)/test.deps $(VENV)/dev.deps $(VENV)/fuzz.deps $(VENV)/bench.deps: $(REQUIREMENTS) | $(VENV)/pyvenv.cfg
+$(VENV)/run.deps $(VENV)/test.deps $(VENV)/dev.deps $(VENV)/fuzz.deps: $(REQUIREMENTS) | $(VENV)/pyvenv.cfg
 	$(BIN)/pip install -q --no-build-isolation '.$(EXTRAS)'
 	@touch $@
 

@@ -20,15 +20,14 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Final
 
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge import verdict
 from lightning_memprof.judge.bound import nothing_found
-from lightning_memprof.judge.byte_rule import ByteRule
-from lightning_memprof.judge.remedies import VIEW_TRACE, Remedy
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.verdict import nothing_in_files
-from lightning_memprof.units import format_bytes, percent
+from lightning_memprof.units import format_bytes, format_ns, percent
 
-Row = Rule | ByteRule
 Judge = Callable[..., object]
 
 PAGES: Final = Path(__file__).parent / "reference" / "findings"
@@ -72,7 +71,7 @@ def plain(markdown: str) -> list[str]:
 
 def named(value: object, seen: dict[int, object]) -> Iterator[Remedy]:
     """Yield the remedies that a value is, contains, or names in its code, each once."""
-    value = value.func if isinstance(value, partial) else value
+    value = (value.func, *value.args) if isinstance(value, partial) else value
     if id(value) in seen:
         return
     seen[id(value)] = value
@@ -81,7 +80,7 @@ def named(value: object, seen: dict[int, object]) -> Iterator[Remedy]:
     elif isinstance(value, (tuple, Mapping)):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from named(each, seen)
-    elif isinstance(value, Row):
+    elif isinstance(value, Rule):
         for field in value.__struct_fields__:
             yield from named(getattr(value, field), seen)
     elif isinstance(value, FunctionType) and value.__module__.startswith("lightning_memprof.judge"):
@@ -90,11 +89,12 @@ def named(value: object, seen: dict[int, object]) -> Iterator[Remedy]:
 
 
 def _globals_of(code: CodeType, names: Mapping[str, object]) -> Iterator[object]:
-    for instruction in dis.get_instructions(code):
+    for instruction, attribute in itertools.pairwise(dis.get_instructions(code)):
         if isinstance(instruction.argval, CodeType):
             yield from _globals_of(instruction.argval, names)
         elif instruction.opname == "LOAD_GLOBAL" and instruction.argval in names:
-            yield names[instruction.argval]
+            found = names[instruction.argval]
+            yield getattr(do, attribute.argval) if found is do else found
 
 
 def _sentence(text: str) -> str:
@@ -125,26 +125,23 @@ def _listed(parts: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def section_of_row(row: Row, functions: Iterable[Judge]) -> str:
+def section_of_row(row: Rule, functions: Iterable[Judge]) -> str:
     """Return the section of a row, with the remedies of functions that find the same."""
     least, most = (percent(share) for share in row.saves or (0, 0))
     shares = most if least == most else f"{least.removesuffix('%')}–{most}"
-    if isinstance(row, ByteRule):
-        of = f", in {_listed(row.of)}" if row.of else ""
-        at_least = f" and {format_bytes(row.least)}" if row.least else ""
-        when, unit = f"At least {percent(row.note)} of the peak{at_least}{of}." if row.note < 1 else "", "these bytes"
-    else:
-        of = _listed(row.of)
-        when, unit = f"At least {percent(row.note)} of each step, in {of}", "this time"
-        when += ", and in several steps." if row.repeats else "."
-        when += " Each owner is a finding." if row.each else ""
+    whole, unit = ("each step", "this time") if row.is_of_time else ("the peak", "these bytes")
+    least = f" and {(format_ns if row.is_of_time else format_bytes)(row.least)}" if row.least else ""
+    of = f", in {_listed(row.of)}" if row.of else ""
+    when = f"At least {percent(row.note)} of {whole}{least}{of}" if row.note < 1 else ""
+    when += ", and in several steps." if row.repeats else "." * bool(when)
+    when += " Each owner is a finding." if row.each else ""
     when = f"{when} {marked(row.when)}".strip()
     loses = f" Trade-off: {row.trade_off[:1].lower()}{row.trade_off[1:]}" if row.trade_off else ""
     return section(
         marked(row.about),
         WHEN + when,
         f"{shares} of {unit}.{marked(loses)}",
-        (remedy for remedy in named((row, *functions), {}) if remedy is not VIEW_TRACE),
+        (remedy for remedy in named((row, *functions), {}) if remedy is not do.VIEW_TRACE),
     )
 
 
@@ -163,13 +160,9 @@ def section_of_functions(functions: Iterable[Judge], body: str) -> str:
     return section(_sentence(about), when, _sentence(recovers), remedies)
 
 
-def rows() -> dict[str, dict[str, Row]]:
+def rows() -> dict[str, dict[str, Rule]]:
     """Return the rows, by page and id."""
-    found: dict[str, dict[str, Row]] = defaultdict(dict)
-    for by_domain in (verdict.ROWS, verdict.BYTE_ROWS):
-        for domain, described in by_domain.items():
-            found[domain] |= {row.id: row for row in described}
-    return found
+    return {domain: {row.id: row for row in described} for domain, described in verdict.ROWS.items()}
 
 
 def functions() -> dict[str, list[Judge]]:
@@ -181,7 +174,7 @@ def functions() -> dict[str, list[Judge]]:
     return found
 
 
-def page_with_rules(text: str, described: Mapping[str, Row], judges: Mapping[str, Sequence[Judge]]) -> str:
+def page_with_rules(text: str, described: Mapping[str, Rule], judges: Mapping[str, Sequence[Judge]]) -> str:
     """Return a page whose sections are made anew; rows without a section are appended."""
     head, *found = HEADING.split(text)
     bodies = zip(found[::2], found[1::2], strict=True)

@@ -43,6 +43,7 @@ def main(report: str, *only: str) -> None:
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
             page.goto(address)
             page.wait_for_timeout(1500)
+            page.evaluate("for (const fold of document.querySelectorAll('.fold')) fold.open = true")
             if scheme == "light" and not only:
                 page.screenshot(path=TARGET / "report.png")
             sections = page.query_selector_all("main section")

@@ -1,6 +1,6 @@
 """Take the documentation's pictures of TensorBoard's tabs: ``python docs/tensorboard_pictures.py ADDRESS RUN...``.
 
-ADDRESS is what ``lightning-memprof view RUN --tensorboard`` says. For each RUN, a name as the profiler tab lists it,
+ADDRESS is that of a TensorBoard on the runs. For each RUN, a name as the profiler tab lists it,
 the views that no RUN before it has are taken; ``memprof``, ``timeseries`` and ``custom_scalars`` stand for other tabs.
 """
 

@@ -15,7 +15,6 @@ from lightning_memprof.capture.collectors.hangs import Hangs as Hangs
 from lightning_memprof.capture.collectors.holders import Holders as Holders
 from lightning_memprof.capture.collectors.hook_timings import HookTimings as HookTimings
 from lightning_memprof.capture.collectors.host import HostMemory as HostMemory
-from lightning_memprof.capture.collectors.module_rss import ModuleRss as ModuleRss
 from lightning_memprof.capture.collectors.oom import OOMAutopsy as OOMAutopsy
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace as OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse as Pulse

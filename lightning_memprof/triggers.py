@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from lightning_memprof.capture.triggers.anomalies import AllocatorRetries as AllocatorRetries
 from lightning_memprof.capture.triggers.anomalies import Anomaly as Anomaly
-from lightning_memprof.capture.triggers.anomalies import MemoryGrowth as MemoryGrowth
 from lightning_memprof.capture.triggers.anomalies import NearOOM as NearOOM
 from lightning_memprof.capture.triggers.anomalies import SlowStep as SlowStep

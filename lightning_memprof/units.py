@@ -48,6 +48,12 @@ def format_list(items: Sequence[object], most: int) -> str:
     return ", ".join(map(str, items[:most])) + more
 
 
+def sentence(*clauses: str) -> str:
+    """Return the clauses that are not empty as one sentence; empty without any."""
+    text = "; ".join(filter(None, clauses))
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
 def format_ns(ns: float) -> str:
     """Write a duration in nanoseconds with a decimal unit and three significant figures: ``"18.2 ms"``."""
     ns = max(min(ns, _MOST), -_MOST)

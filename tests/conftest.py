@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 import leaks
-from warm_python import Popen, WarmPython, share
+from warm_python import Popen, WarmPython, share, without_ours
 
 if TYPE_CHECKING:
     from training import Package
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Read when torch is loaded. Threads that are out of work sleep: by default they spin, on cores that other tests need,
 # and on a busy machine some trainings take ten times the CPU.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+INTEGRATION = Path(__file__).with_name("integration")
 
 # An example that waits for a busy machine is no failure; the timeout of a test ends what hangs.
 hypothesis.settings.register_profile("busy machines", deadline=None)
@@ -100,6 +102,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("browser") is not None:
             item.add_marker(pytest.mark.flaky(reruns=1))
+        # One of Lightning's two packages is enough daily, but where both are the question.
+        is_of_one = item.path.parent == INTEGRATION and item.path.stem != "test_both_packages"
+        if is_of_one and "pytorch_lightning" in item.name:
+            item.add_marker(pytest.mark.extended)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -110,15 +116,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no accelerator")
 
 
-def _environment() -> dict[str, str]:
-    ours = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
-    return {name: value for name, value in os.environ.items() if name not in ours}
-
-
-@pytest.fixture
-def environment() -> dict[str, str]:
+@pytest.fixture(scope="session")
+def environment(own_temporary_files: None) -> dict[str, str]:
     """The variables for a helper process: this process's, less what could change what it imports or records."""
-    return _environment()
+    return without_ours()
 
 
 @pytest.fixture
@@ -141,9 +142,9 @@ def run_python(tmp_path: Path, environment: dict[str, str]) -> Callable[..., sub
 
 
 @pytest.fixture(autouse=True, scope="session")
-def warm_python(own_temporary_files: None) -> Iterator[WarmPython]:
+def warm_python(environment: dict[str, str]) -> Iterator[WarmPython]:
     """A process that has imported Lightning, for the programs and ranks of all tests; it imports when first needed."""
-    with share(_environment()) as found:
+    with share(environment) as found:
         yield found
 
 

@@ -28,21 +28,20 @@ LAZY_IMPORTS = {
 ONE_IMPORTER = {
     "read/snapshot/restricted_pickle.py": "reads pickles of unknown origin and executes nothing",
     "account/trace/host.py": "pass over the host's events, beside those of device and idle time",
-    "artifacts/tfevents.py": "imports tensorboard",
-    "artifacts/upload.py": "runs in a separate process",
     "capture/function_rows.py": "file format of function memory",
     "capture/named_snapshots.py": "the callback's snapshots and regions, without lightning",
     "trial/batches.py": "looks for the largest batch by runs; the command parses options and prints",
     "estimation/simulation.py": "one simulation in a child process; the estimator decides which",
-    "capture/tracker/paths.py": "adapts torch's ModTracker, as tracker.py adapts its MemTracker",
+    "capture/watchdog.py": "interrupts a collector, by a thread and a signal",
     "capture/tracker/sharded_tracker.py": "imports torch's FSDP classes, which are loaded when they are used",
-    "integration/context.py": "reads the Trainer; the attachment is the life of a run",
+    "integration/driver.py": "actions to phases and points; the attachment is the life of a run",
+    "integration/facts.py": "reads the Trainer for the manifest",
     "integration/curves.py": "curves through loggers, a feature of its own",
-    "integration/reach.py": "compares a schedule with the run; the attachment is the life of a run",
-    "integration/function_events.py": "torch's list of events from traces, a format of its own",
     "report/export/memory_viz.py": "one format per module",
     "report/export/stacks.py": "one format per module",
     "report/perfetto.py": "a server; only one command starts it",
+    "timeline/merge.py": "merges any sources; the command finds them and prints",
+    "timeline/rewrite.py": "the second reading of a source, beside the first in plan.py",
     "testing/budgets.py": "imports numpy and the analysis; pytest imports the plugin in every session",
     "tensorboard/pages.py": "runs in a separate process",
 }
@@ -57,9 +56,9 @@ ONE_BY_DESIGN = {
     "report/sections/": "a section per module, listed in one place",
 }
 # Modules above MIRRORED_LINES without a test file of their own name; may only become fewer.
-UNMIRRORED = 80
+UNMIRRORED = 73
 # Modules above LONG_LINES; may only become fewer.
-LONG_MODULES = 38
+LONG_MODULES = 25
 
 TOP_LEVEL = {
     "CHANGELOG.md",
@@ -80,7 +79,7 @@ STATE_OWNERS = {
     "capture/collectors/oom.py",
     "capture/collectors/operator_trace.py",
     "capture/collectors/saved_tensors.py",
-    "integration/live_runs.py",
+    "integration/attachment.py",
 }
 # Calls whose value cannot change.
 IMMUTABLE_CALLS = {
@@ -380,28 +379,18 @@ def test_no_state_at_module_level_but_in_its_owners():
     ("source", "state"),
     [
         ("A = []", True),
-        ("A = {'a': 1}", True),
         ("A: dict[str, int] = {'a': 1}", True),
         ("A: Final = {}", True),
-        ("A: Final[dict[str, int]] = {}", True),
-        ("A: Final = set()", True),
         ("A: Final = collections.defaultdict(list)", True),
-        ("A: Final = threading.Lock()", True),
         ("A: Final = (1, [])", True),
-        ("A = (1, [2])", True),
         ("A = Schedule()", True),
         ("A = B = {x for x in y}", True),
-        ("if True:\n    A = []", True),
         ("try:\n    pass\nexcept OSError:\n    A = []", True),
-        ("A = 1", False),
         ("A = (1, 'b')", False),
-        ("A = frozenset({1})", False),
         ("A = frozenset({1}) | {2}", False),
         ("A = MappingProxyType({'a': 1})", False),
-        ("A: Final = {'a': 1}", False),
         ("A: Final = [x for x in y]", False),
         ("A: Final = (None,) * len(B)", False),
-        ("A: Final = Schedule()", False),
         ("A: Final = struct.Struct('<q')", False),
         ("__all__ = ['a']", False),
         ("log = logging.getLogger(__name__)", False),

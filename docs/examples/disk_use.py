@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from lightning_memprof.report.document import Column, Section, Table, code, count, phrase, size
+from lightning_memprof.report.document import Cell, Column, Section, Table, phrase
 
 if TYPE_CHECKING:
     from lightning_memprof.report.view import View
@@ -27,6 +27,9 @@ def disk_use_section(view: View) -> Section:
             Column("files", "count"),
             Column("largest file", "bytes", priority=1),
         ],
-        rows=[(code(name), size(sum(found), total), count(len(found)), size(max(found))) for name, found in rows],
+        rows=[
+            (Cell(name, "code"), Cell(sum(found), "bytes", total), Cell(len(found), "count"), Cell(max(found), "bytes"))
+            for name, found in rows
+        ],
     )
-    return Section("disk", "Disk space", phrase("The recording takes {}.", size(total)), [table])
+    return Section("disk", "Disk space", phrase("The recording takes {bytes}.", total), [table])

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from lightning_memprof.artifacts.files import read_object
-from lightning_memprof.artifacts.naming import ESTIMATE
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
@@ -25,69 +22,47 @@ _LARGE_CONTEXT_BYTES: Final = 550 * MIB
 _WORKSPACE: Final = 8_320 * KIB
 _WORKSPACE_HOPPER: Final = 32 * MIB
 
-# MiB as torch.cuda.get_device_properties() gives them. Source: torch on Linux: measured, else the smallest total in
-# users' out-of-memory messages. Drivers hide a varying part of the memory in the data sheets.
-_TOTAL_MIB: Final = MappingProxyType(
+
+class _Model(NamedTuple):
+    """A GPU: threads that all its multiprocessors run at once, its workspace, and the MiB of its variants by name."""
+
+    threads: int
+    workspace_bytes: int
+    mib: Mapping[str, int]
+
+
+# A device has the first model whose key its name contains. Multiprocessors times threads are those of the vendors' data
+# sheets. MiB are those of torch.cuda.get_device_properties() on Linux: measured, else the smallest total in users'
+# out-of-memory messages. Drivers hide a varying part of the memory in the data sheets.
+_MODELS: Final = MappingProxyType(
     {
-        "NVIDIA B200": 182_642,
-        "NVIDIA H200": 143_156,
-        "NVIDIA H100 80GB": 81_079,
-        "NVIDIA A100 80GB": 81_038,
-        "NVIDIA A100 40GB": 40_330,
-        "NVIDIA RTX PRO 6000": 97_177,
-        "NVIDIA RTX 6000 Ada": 48_537,
-        "NVIDIA RTX A6000": 48_537,
-        "NVIDIA RTX A4000": 15_974,
-        "NVIDIA L40S": 45_480,
-        "NVIDIA A40": 45_403,
-        "NVIDIA A10": 22_502,
-        "NVIDIA L4": 22_563,
-        "NVIDIA T4": 14_912,
-        "NVIDIA V100 32GB": 32_494,
-        "NVIDIA V100 16GB": 16_144,
-        "NVIDIA GeForce RTX 5090": 32_111,
-        "NVIDIA GeForce RTX 4090": 24_110,
-        "NVIDIA GeForce RTX 4080": 15_962,
-        "NVIDIA GeForce RTX 4070": 11_837,
-        "NVIDIA GeForce RTX 4060": 7_933,
-        "NVIDIA GeForce RTX 3090": 24_246,
-        "NVIDIA GeForce RTX 3080": 9_992,
-        "NVIDIA GeForce RTX 3070": 7_843,
-        "NVIDIA GeForce RTX 3060": 12_037,
-        "NVIDIA GeForce RTX 2080 Ti": 11_008,
+        "B200": _Model(148 * 2048, _WORKSPACE_HOPPER, {"NVIDIA B200": 182_642}),
+        "H200": _Model(132 * 2048, _WORKSPACE_HOPPER, {"NVIDIA H200": 143_156}),
+        "H100": _Model(132 * 2048, _WORKSPACE_HOPPER, {"NVIDIA H100 80GB": 81_079}),
+        "A100": _Model(108 * 2048, _WORKSPACE, {"NVIDIA A100 80GB": 81_038, "NVIDIA A100 40GB": 40_330}),
+        "PRO 6000": _Model(188 * 1536, _WORKSPACE_HOPPER, {"NVIDIA RTX PRO 6000": 97_177}),
+        "6000 Ada": _Model(142 * 1536, _WORKSPACE, {"NVIDIA RTX 6000 Ada": 48_537}),
+        "A6000": _Model(84 * 1536, _WORKSPACE, {"NVIDIA RTX A6000": 48_537}),
+        "A4000": _Model(48 * 1536, _WORKSPACE, {"NVIDIA RTX A4000": 15_974}),
+        "L40": _Model(142 * 1536, _WORKSPACE, {"NVIDIA L40S": 45_480}),
+        "A40": _Model(84 * 1536, _WORKSPACE, {"NVIDIA A40": 45_403}),
+        "A10": _Model(72 * 1536, _WORKSPACE, {"NVIDIA A10": 22_502}),
+        "L4": _Model(58 * 1536, _WORKSPACE, {"NVIDIA L4": 22_563}),
+        "T4": _Model(40 * 1024, _WORKSPACE, {"NVIDIA T4": 14_912}),
+        "V100": _Model(80 * 2048, _WORKSPACE, {"NVIDIA V100 32GB": 32_494, "NVIDIA V100 16GB": 16_144}),
+        "5090": _Model(170 * 1536, _WORKSPACE_HOPPER, {"NVIDIA GeForce RTX 5090": 32_111}),
+        "4090": _Model(128 * 1536, _WORKSPACE, {"NVIDIA GeForce RTX 4090": 24_110}),
+        "4080": _Model(76 * 1536, _WORKSPACE, {"NVIDIA GeForce RTX 4080": 15_962}),
+        "4070": _Model(46 * 1536, _WORKSPACE, {"NVIDIA GeForce RTX 4070": 11_837}),
+        "4060": _Model(24 * 1536, _WORKSPACE, {"NVIDIA GeForce RTX 4060": 7_933}),
+        "3090": _Model(82 * 1536, _WORKSPACE, {"NVIDIA GeForce RTX 3090": 24_246}),
+        "3080": _Model(68 * 1536, _WORKSPACE, {"NVIDIA GeForce RTX 3080": 9_992}),
+        "3070": _Model(46 * 1536, _WORKSPACE, {"NVIDIA GeForce RTX 3070": 7_843}),
+        "3060": _Model(28 * 1536, _WORKSPACE, {"NVIDIA GeForce RTX 3060": 12_037}),
+        "2080": _Model(68 * 1024, _WORKSPACE, {"NVIDIA GeForce RTX 2080 Ti": 11_008}),
     }
 )
-# Multiprocessors times threads of each; the longer names first. Source: the vendors' data sheets.
-_THREADS: Final = MappingProxyType(
-    {
-        "B200": 148 * 2048,
-        "H200": 132 * 2048,
-        "H100": 132 * 2048,
-        "A100": 108 * 2048,
-        "PRO 6000": 188 * 1536,
-        "6000 Ada": 142 * 1536,
-        "A6000": 84 * 1536,
-        "A4000": 48 * 1536,
-        "L40": 142 * 1536,
-        "A40": 84 * 1536,
-        "A10": 72 * 1536,
-        "L4": 58 * 1536,
-        "T4": 40 * 1024,
-        "V100": 80 * 2048,
-        "5090": 170 * 1536,
-        "4090": 128 * 1536,
-        "4080": 76 * 1536,
-        "4070": 46 * 1536,
-        "4060": 24 * 1536,
-        "3090": 82 * 1536,
-        "3080": 68 * 1536,
-        "3070": 46 * 1536,
-        "3060": 28 * 1536,
-        "2080": 68 * 1024,
-    }
-)
-_USUAL_THREADS: Final = 100 * 1536
-_HOPPER: Final = ("H100", "H200", "B200", "PRO 6000", "5090")
+_UNKNOWN: Final = _Model(100 * 1536, _WORKSPACE, {})
 
 _BATCHLESS: Final = ("parameter", "gradient", "optimizer_state")
 
@@ -241,39 +216,15 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return sum(max(self.live.get(name, ()), default=0) for name in _BATCHLESS)
 
 
-class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The estimate that a run's page compares with its measured peak.
-
-    Attributes:
-        allocated_bytes: estimated peak of the tensors' memory.
-        reserved: estimated peak of the memory that the allocator reserves.
-        categories: bytes at the peak by category.
-        live: bytes by category during a step.
-    """
-
-    allocated_bytes: int
-    reserved: Reserved
-    categories: Mapping[str, int]
-    live: Mapping[str, Sequence[int]]
-
-
-def read_forecast(directory: Path) -> Forecast | None:
-    """Return the estimate that was written into a run's directory; None without one.
-
-    Raises:
-        ArtifactError: the file is damaged.
-    """
-    return read_object(directory / ESTIMATE, Forecast, "an estimate")
-
-
 def device_of(name: str, total_bytes: int, source: str) -> Device:
     """Return a GPU of a size."""
+    model = next((model for part, model in _MODELS.items() if part in name), _UNKNOWN)
     return Device(
         name=name,
         total_bytes=total_bytes,
         usable_bytes=max(total_bytes - (_CONTEXT_BYTES if "GeForce" in name else _LARGE_CONTEXT_BYTES), 0),
-        resident_threads=next((count for part, count in _THREADS.items() if part in name), _USUAL_THREADS),
-        workspace_bytes=_WORKSPACE_HOPPER if any(part in name for part in _HOPPER) else _WORKSPACE,
+        resident_threads=model.threads,
+        workspace_bytes=model.workspace_bytes,
         source=source,
     )
 
@@ -281,7 +232,9 @@ def device_of(name: str, total_bytes: int, source: str) -> Device:
 KNOWN: Final = "table of devices"
 """The source of known devices."""
 
-DEVICES: Final = MappingProxyType({name: device_of(name, total * MIB, KNOWN) for name, total in _TOTAL_MIB.items()})
+DEVICES: Final = MappingProxyType(
+    {name: device_of(name, mib * MIB, KNOWN) for model in _MODELS.values() for name, mib in model.mib.items()}
+)
 """Known GPUs by name."""
 
 
@@ -330,7 +283,7 @@ def parse_bytes(option: str, text: str) -> int:
         ConfigError: it is not a number with a unit.
     """
     units = {"kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", text.lower())
+    found = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([a-z]+)\s*", text.lower())
     if found is None or found[2] not in units or float(found[1]) <= 0:
         raise ConfigError(f"{option} {text!r}: must be a positive number and a unit, as in 24GiB or 16GB")
     return round(float(found[1]) * units[found[2]])

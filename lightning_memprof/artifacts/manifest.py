@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from lightning_memprof.artifacts.files import read_plain
-from lightning_memprof.artifacts.rows import DAMAGE, Int64, OpenRow, Row, decode_line, salvaged
+from lightning_memprof.artifacts.rows import DAMAGE, Int64, OpenRow, Row, decode_object, salvaged
 from lightning_memprof.artifacts.secrets import FREE_TEXTS, masking
 from lightning_memprof.logs import logger_of
 from lightning_memprof.units import format_count
@@ -96,7 +96,7 @@ class DataLoaderFacts(OpenRow):
 
 
 class ParameterFacts(OpenRow):
-    """One of the largest trainable parameters, or buffers; ``module`` is the class of the submodule that owns it."""
+    """One of the largest trainable parameters; ``module`` is the class of the submodule that owns it."""
 
     name: str = ""
     module: str | None = None
@@ -125,7 +125,6 @@ class TrainingFacts(OpenRow):
     dataloaders: list[DataLoaderFacts] = msgspec.field(default_factory=list)
     parameter_dtypes: dict[str, Int64] = msgspec.field(default_factory=dict)
     largest_parameters: list[ParameterFacts] = msgspec.field(default_factory=list)
-    largest_buffers: list[ParameterFacts] = msgspec.field(default_factory=list)
     not_optimized: list[str] = msgspec.field(default_factory=list)
     zero_lr: list[str] = msgspec.field(default_factory=list)
     compiled: list[str] = msgspec.field(default_factory=list)
@@ -222,6 +221,11 @@ class WindowRow(Row, tag_field="kind", tag="window"):
     truncated: bool | None = None
     reason: str | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the window has ended."""
+        return self.event == "close"
+
 
 class ArtifactRow(Row, tag_field="kind", tag="artifact"):
     """A file; ``path`` is relative to the run's root, with ``/``, or absolute."""
@@ -259,10 +263,11 @@ class ErrorRow(Row, tag_field="kind", tag="error"):
     traceback: str = ""
 
 
-class UnavailableRow(Row, tag_field="kind", tag="unavailable"):
+class UnavailableRow(Row, tag_field="kind", tag="unavailable", omit_defaults=True):
     """A collector that cannot record here."""
 
     collector: str = "?"
+    window: Int64 | None = None
     reason: str = "no reason given"
 
 
@@ -334,8 +339,14 @@ class ManifestWriter:
         self._refused = False
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
 
-    def append(self, kind: str, **facts: Any) -> None:
-        """Write one row. Values that JSON does not know are written as their ``str``, free texts without secrets."""
+    def append(self, kind: Row | str, **facts: Any) -> None:
+        """Write one row: a typed one, or the facts of an open kind.
+
+        Values that JSON does not know are written as their ``str``, free texts without secrets.
+        """
+        if isinstance(kind, Row):
+            facts = msgspec.to_builtins(kind, enc_hook=str)
+            kind, _ = facts.pop("kind"), facts.pop("time_ns", None)
         if texts := [name for name in FREE_TEXTS.intersection(facts) if isinstance(facts[name], str)]:
             mask = masking()
             facts |= {name: mask(facts[name]) for name in texts}
@@ -388,7 +399,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def of(self, kind: type[R]) -> list[R]:
         """Return the rows of one kind."""
-        return self._by_kind.get(kind, [])
+        return [row for row in self.rows if isinstance(row, kind)]
 
     @property
     def run(self) -> RunFacts | None:
@@ -406,26 +417,17 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return next(reversed(self.of(EndRow)), None)
 
     @cached_property
-    def artifacts(self) -> list[ArtifactRow]:
-        """The files, without those that the run removed with their window."""
-        present: dict[int, ArtifactRow] = {}
-        numbers: dict[str | None, list[int]] = {}
-        for number, row in enumerate(self.rows):
-            if isinstance(row, ArtifactRow):
-                present[number] = row
-                numbers.setdefault(row.path, []).append(number)
+    def artifacts(self) -> dict[str, list[ArtifactRow]]:
+        """The rows of each file by its path, without the files that the run removed with their window."""
+        present: dict[str, list[ArtifactRow]] = {}
+        for row in self.rows:
+            if isinstance(row, ArtifactRow) and row.path:
+                present.setdefault(row.path, []).append(row)
             elif isinstance(row, RemovedRow):
                 # A file that was written again later is present.
-                for earlier in (number for path in row.paths for number in numbers.pop(path, ())):
-                    del present[earlier]
-        return list(present.values())
-
-    @cached_property
-    def _by_kind(self) -> dict[type, list[Any]]:
-        found: dict[type, list[Any]] = {}
-        for row in self.rows:
-            found.setdefault(type(row), []).append(row)
-        return found
+                for path in row.paths:
+                    present.pop(path, None)
+        return present
 
 
 def read_manifest(path: Path, *, with_artifacts: bool = True) -> Manifest:
@@ -442,12 +444,10 @@ def read_manifest(path: Path, *, with_artifacts: bool = True) -> Manifest:
         return Manifest(path, [], f"{path}: cannot be read ({error.strerror}); is the run directory complete?")
     rows: list[Row] = []
     problems: list[str] = []
-    number = 0
     for number, line in enumerate(lines, start=1):
         if number > MOST_LINES:
-            return _checked(
-                path, rows, [*problems, f"it has more than {format_count(MOST_LINES, 'line')}; the rest is not read"]
-            )
+            problems.append(f"it has more than {format_count(MOST_LINES, 'line')}; the rest is not read")
+            break
         if not line.endswith(b"\n"):
             problems.append("its last line is truncated: it is being written, or the process died while it wrote")
         elif with_artifacts or not any(words in line for words in _ARTIFACT):
@@ -457,21 +457,15 @@ def read_manifest(path: Path, *, with_artifacts: bool = True) -> Manifest:
                 problems.append(f"{path}:{number}: {error}")
             else:
                 rows += [row] if row is not None else []
-    return _checked(path, rows, problems)
-
-
-def _checked(path: Path, rows: list[Row], problems: list[str]) -> Manifest:
     run = next((row for row in rows if isinstance(row, RunFacts)), None)
     if run is None:
         none = f"{path}: has no run: it is not a manifest of lightning-memprof, or its process died at once"
         return Manifest(path, rows, next(iter(problems), none))
     version = run.fields.get("schema_version")
-    if not isinstance(version, int):
-        msg = f"{path}: schema version {version!r} is not a number; the file is damaged, or not of lightning-memprof"
-        return Manifest(path, [], msg)
-    if version > SCHEMA_VERSION:
-        msg = f"{path}: schema version {version!r} is newer than {SCHEMA_VERSION}; upgrade lightning-memprof"
-        return Manifest(path, [], msg)
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        newer = f"is newer than {SCHEMA_VERSION}; upgrade lightning-memprof"
+        problem = newer if isinstance(version, int) else "is not a number; the file is damaged, or another program's"
+        return Manifest(path, [], f"{path}: schema version {version!r} {problem}")
     return Manifest(path, rows, next(iter(problems), None))
 
 
@@ -483,12 +477,7 @@ def decode_fact(line: bytes) -> Row | None:
     """
     with suppress(*DAMAGE):
         return _decode(line)  # type: ignore[no-any-return]
-    try:
-        row = decode_line(line)
-    except DAMAGE as error:
-        raise ValueError("not a JSON object; the file is damaged, remove the line to read the rest") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"holds {type(row).__name__}, a JSON object is expected; remove the line")  # noqa: TRY004
+    row = decode_object(line)
     name = row.get("kind")
     kind = _KINDS.get(name) if isinstance(name, str) else None
     return None if kind is None else salvaged(row, kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, cast
 
 RUN_DIRECTORY: Final = "memprofiler"
 ESTIMATE: Final = "estimate.json"
@@ -27,9 +27,8 @@ _TRACE: Final = re.compile(
 )
 
 
-def manifest_name(rank: int) -> str:
-    """Name of a rank's manifest inside the run directory."""
-    return f"manifest.rank{rank:05d}.jsonl"
+manifest_name = "manifest.rank{:05d}.jsonl".format
+"""Name of a rank's manifest inside the run directory."""
 
 
 def parse_manifest_name(name: str) -> int | None:
@@ -38,9 +37,8 @@ def parse_manifest_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def pulse_name(rank: int) -> str:
-    """Name of a rank's pulse inside the run directory."""
-    return f"pulse.rank{rank:05d}.csv"
+pulse_name = "pulse.rank{:05d}.csv".format
+"""Name of a rank's pulse inside the run directory."""
 
 
 def parse_pulse_name(name: str) -> int | None:
@@ -49,64 +47,30 @@ def parse_pulse_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def actions_name(rank: int) -> str:
-    """Name of a rank's totals by action and of its stalls, inside the run directory."""
-    return f"actions.rank{rank:05d}.jsonl"
-
-
-def processes_name(rank: int) -> str:
-    """Name of a rank's samples of worker processes and validations, inside the run directory."""
-    return f"processes.rank{rank:05d}.jsonl"
-
-
-def holders_name(rank: int) -> str:
-    """Name of a rank's holders of growing memory, inside the run directory."""
-    return f"holders.rank{rank:05d}.jsonl"
-
-
-def hangs_name(rank: int) -> str:
-    """Name of a rank's steps that took too long, inside the run directory."""
-    return f"hangs.rank{rank:05d}.jsonl"
-
-
-def hang_stacks_name(rank: int) -> str:
-    """Name of the Python stacks of all threads in those steps, inside the run directory."""
-    return f"stacks.rank{rank:05d}.txt"
-
-
-def collectives_name(rank: int) -> str:
-    """Name of a rank's last collectives in those steps, inside the run directory."""
-    return f"collectives.rank{rank:05d}.jsonl"
-
-
-def heartbeat_name(rank: int) -> str:
-    """Name of the place of a running rank some seconds ago, inside the run directory."""
-    return f"heartbeat.rank{rank:05d}.jsonl"
-
-
-def regions_name(rank: int) -> str:
-    """Name of a rank's named snapshots and regions inside the run directory."""
-    return f"snapshots.rank{rank:05d}.jsonl"
-
-
-def system_name(rank: int) -> str:
-    """Name of a rank's samples of the machine over the whole run, inside the run directory."""
-    return f"system.rank{rank:05d}.jsonl"
-
-
-def oom_name(rank: int) -> str:
-    """Name of the facts of a rank's out-of-memory events inside the run directory."""
-    return f"oom.rank{rank:05d}.json"
-
-
-def oom_snapshot_name(rank: int) -> str:
-    """Name of the allocator snapshot of a rank's device when it ran out of memory."""
-    return f"cuda_oom_rank_{rank}.pickle"
-
-
-def functions_name(rank: int) -> str:
-    """Name of a rank's rows of functions by call, inside the run directory."""
-    return f"functions.rank{rank:05d}.jsonl"
+actions_name = "actions.rank{:05d}.jsonl".format
+"""Name of a rank's totals by action and of its stalls, inside the run directory."""
+processes_name = "processes.rank{:05d}.jsonl".format
+"""Name of a rank's samples of worker processes and validations, inside the run directory."""
+holders_name = "holders.rank{:05d}.jsonl".format
+"""Name of a rank's holders of growing memory, inside the run directory."""
+hangs_name = "hangs.rank{:05d}.jsonl".format
+"""Name of a rank's steps that took too long, inside the run directory."""
+hang_stacks_name = "stacks.rank{:05d}.txt".format
+"""Name of the Python stacks of all threads in those steps, inside the run directory."""
+collectives_name = "collectives.rank{:05d}.jsonl".format
+"""Name of a rank's last collectives in those steps, inside the run directory."""
+heartbeat_name = "heartbeat.rank{:05d}.jsonl".format
+"""Name of the place of a running rank some seconds ago, inside the run directory."""
+regions_name = "snapshots.rank{:05d}.jsonl".format
+"""Name of a rank's named snapshots and regions inside the run directory."""
+system_name = "system.rank{:05d}.jsonl".format
+"""Name of a rank's samples of the machine over the whole run, inside the run directory."""
+oom_name = "oom.rank{:05d}.json".format
+"""Name of the facts of a rank's out-of-memory events inside the run directory."""
+oom_snapshot_name = "cuda_oom_rank_{}.pickle".format
+"""Name of the allocator snapshot of a rank's device when it ran out of memory."""
+functions_name = "functions.rank{:05d}.jsonl".format
+"""Name of a rank's rows of functions by call, inside the run directory."""
 
 
 def memory_stats_name(rank: int, form: StatsFormat = "yaml") -> str:
@@ -117,16 +81,6 @@ def memory_stats_name(rank: int, form: StatsFormat = "yaml") -> str:
 def fsdp_log_name(rank: int, function: str, number: int) -> str:
     """Name of a rank's FSDP memory report of one step; ``number`` is the step + 1."""
     return f"fsdp_mem_rank_{rank}_{function}_{number}.log"
-
-
-def module_log_name(rank: int, function: str, number: int) -> str:
-    """Name of a rank's module memory report of one step; ``number`` is the step + 1."""
-    return f"module_mem_rank_{rank}_{function}_{number}.log"
-
-
-def fsdp_stats_name(rank: int) -> str:
-    """Name of a rank's FSDP memory figures inside the run directory."""
-    return f"rank_{rank}_fsdp_memory_stats.yaml"
 
 
 def series_path(window: int, rank: int, collector: str) -> str:
@@ -140,12 +94,8 @@ def parse_series_path(path: str) -> tuple[int, int, str] | None:
     return (int(match[1]), int(match[2]), match[3]) if match else None
 
 
-def curves_path(rank: int) -> str:
-    """Path of a rank's curves inside the run directory, with ``/``.
-
-    TensorBoard shows the directory's name beside the curves, and reads files with ``.tfevents.`` in their names.
-    """
-    return f"tb/rank{rank}/events.out.tfevents.rank{rank:05d}"
+curves_directory = "tb/rank{}".format
+"""Path of the directory of a rank's curves inside the run directory, with ``/``; TensorBoard shows its name."""
 
 
 def summary_path(window: int, rank: int) -> str:
@@ -175,9 +125,8 @@ def table_name(stage: str, filename: str, rank: int) -> str:
     return f"{stage}-{filename}-{rank}.txt"
 
 
-def temporary_name(name: str) -> str:
-    """Name under which ``name`` is written before it is renamed; TensorBoard's patterns do not match it."""
-    return f"{name}.partial"
+temporary_name = "{}.partial".format
+"""Name under which ``name`` is written before it is renamed; TensorBoard's patterns do not match it."""
 
 
 @dataclass(frozen=True)
@@ -206,12 +155,8 @@ class TraceName:
     def parse(cls, name: str) -> TraceName | None:
         """Return the parts of a trace's name."""
         match = _TRACE.fullmatch(name)
-        if match is None:
-            return None
-        return cls(
-            match["stage"], match["filename"], int(match["rank"]), match["strategy"], match["function"],
-            int(match["time_ns"]),
-        )  # fmt: skip
+        found: dict[str, Any] = match.groupdict() if match else {}
+        return cls(**{**found, "rank": int(found["rank"]), "time_ns": int(found["time_ns"])}) if match else None
 
 
 @dataclass(frozen=True)
@@ -231,7 +176,4 @@ class SnapshotName:
     def parse(cls, name: str) -> SnapshotName | None:
         """Return the parts of a snapshot's name."""
         match = _SNAPSHOT.fullmatch(name)
-        if match is None:
-            return None
-        edge: Edge = "start" if match[4] == "start" else "end"
-        return cls(int(match[1]), match[2], int(match[3]), edge)
+        return cls(int(match[1]), match[2], int(match[3]), cast("Edge", match[4])) if match else None

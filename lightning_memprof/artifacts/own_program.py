@@ -1,16 +1,15 @@
-"""Starting modules of this package as separate processes, and what they answer."""
+"""Starting modules of this package as separate processes."""
 
 from __future__ import annotations
 
-import json
-import os
+import ctypes
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import lightning_memprof
 
@@ -20,6 +19,9 @@ _PROGRAM: Final = (
     "import sys, runpy; sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]; import lightning_memprof; "
     "sys.path.append(sys.path.pop(0)); runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
+
+# Source: prctl(2).
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def own_program(module: str, *arguments: str) -> list[str]:
@@ -40,6 +42,12 @@ def ignore_job_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def end_with_parent() -> None:
+    """Let Linux kill this process when its parent ends: one that is stopped or computes would not notice."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Raise Ctrl-C and other ends after the context: amid the start of a process, it would be lost and continue."""
@@ -56,19 +64,3 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
         for arrival in arrived:
             signal.raise_signal(arrival)
-
-
-@contextmanager
-def answers() -> Iterator[Callable[..., None]]:
-    """Provide a function that writes its keywords to standard output, as one line of JSON.
-
-    Other output of this process, as of a storage client, goes to standard error. A caller that has ended is ignored.
-    """
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as stream:
-        os.dup2(2, 1)
-
-        def answer(**values: Any) -> None:
-            with suppress(OSError):
-                print(json.dumps(values), file=stream, flush=True)
-
-        yield answer

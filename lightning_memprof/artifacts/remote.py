@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
-import subprocess
-import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, numbered, temporary_name
-from lightning_memprof.artifacts.own_program import answers, own_program
 from lightning_memprof.artifacts.secrets import has_password, without_password
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
-from lightning_memprof.logs import logger_of
-
-log = logger_of(__name__)
 
 LOCAL_PROTOCOLS: Final = frozenset({"file", "local"})
 # An object appears when it is complete; elsewhere a file is copied under another name and renamed.
@@ -29,7 +25,6 @@ CLAIM_NAME: Final = "claim.json"
 MAX_RUNS: Final = 10_000
 # Every rank of a training run waits for it. Clients try for half an hour to reach a host that does not answer.
 _CLAIM_SECONDS: Final = 60.0
-CLAIM_WAITS_S: Final = (0.5, 1.0, None)
 
 
 def is_url(text: str) -> bool:
@@ -71,7 +66,7 @@ def check_url(url: str) -> None:
     if has_password(url):
         raise ConfigError(
             f"{without_password(url)}: has a password, a key or a token, which would appear in the run's files and in "
-            "the list of processes; give it by the environment or by fsspec's configuration"
+            "its log; give it by the environment or by fsspec's configuration"
         )
     protocol = protocol_of(url).partition("::")[0]
     try:
@@ -99,7 +94,7 @@ class Remote:
 
         check_url(url)
         self.url = url.rstrip("/")
-        filesystem, path = url_to_fs(self.url)
+        filesystem, path = url_to_fs(self.url, **_without_retries(protocol_of(self.url)))
         self.filesystem: Any = filesystem
         self.path: str = str(path).rstrip("/")
 
@@ -142,75 +137,62 @@ class Remote:
         return f"{self.path}/{name}" if name else self.path
 
 
+def _without_retries(protocol: str) -> dict[str, Any]:
+    """Return the options with which botocore does not try again: that draws from Python's random numbers.
+
+    The training draws from them too. What fails is copied again at the next window.
+    """
+    if protocol not in {"s3", "s3a"}:
+        return {}
+    from fsspec.config import conf
+
+    configured = conf.get(protocol, {}).get("config_kwargs", {})
+    return {"config_kwargs": {**configured, "retries": {"total_max_attempts": 1}}}
+
+
 def claim_remote(remote: Remote) -> int:
     """Claim the first free run directory below the URL; return its number, from 1.
 
     Raises:
-        ArtifactError: the URL cannot be written, with the reason.
+        ArtifactError: every number is taken; or an exception of fsspec.
     """
     claim = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time_ns": time.time_ns()}).encode()
-    for wait_s in CLAIM_WAITS_S:
-        try:
-            for number in range(1, MAX_RUNS):
-                name = numbered(RUN_DIRECTORY, number)
-                if not remote.exists(name) and remote.create(f"{name}/{CLAIM_NAME}", claim):
-                    return number
-        except Exception as error:
-            if wait_s is None:
-                reason = f"{type(error).__name__}: {error}"
-                raise ArtifactError(
-                    f"{remote.url}: cannot be written ({reason}); check the URL and its credentials"
-                ) from error
-            log.debug("failed, trying again in %s s: %s", wait_s, error)
-            time.sleep(wait_s)
-        else:
-            break
+    for number in range(1, MAX_RUNS):
+        name = numbered(RUN_DIRECTORY, number)
+        if not remote.exists(name) and remote.create(f"{name}/{CLAIM_NAME}", claim):
+            return number
     raise ArtifactError(f"{remote.url}: has {MAX_RUNS} runs already; use another one")
 
 
 def claim_url(url: str, patience_s: float = _CLAIM_SECONDS) -> int:
-    """Claim a run directory at a URL, as :func:`claim_remote` does, in a process that can be abandoned.
-
-    Only ``memory://`` is claimed here: no other process sees it.
+    """Claim a run directory at a URL, as :func:`claim_remote` does, in a thread that can be abandoned.
 
     Returns:
         The number of the directory, from 1.
 
     Raises:
         ArtifactError: the URL cannot be written, or does not answer.
+        ConfigError: fsspec does not know the protocol, or its package is not installed.
     """
-    if protocol_of(url) == "memory":
-        return claim_remote(Remote(url))
+    answers: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+
+    def claim() -> None:
+        try:
+            answers.put(claim_remote(Remote(url)))
+        except Exception as error:  # noqa: BLE001 raised below
+            answers.put(error)
+
+    threading.Thread(target=claim, name="memprof-claim", daemon=True).start()
     try:
-        done = subprocess.run(
-            own_program(__name__, url),
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, timeout=patience_s, check=False,
-        )  # fmt: skip
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except subprocess.TimeoutExpired as error:
+        answer = answers.get(timeout=patience_s)
+    except queue.Empty as error:
         raise ArtifactError(
             f"{url}: cannot be written (no answer in {patience_s:g} s); check the URL and its network"
         ) from error
-    except OSError as error:
-        raise ArtifactError(f"{url}: cannot be written from another process ({error})") from error
-    except ValueError as error:
+    if isinstance(answer, MemprofError):
+        raise answer
+    if isinstance(answer, Exception):
         raise ArtifactError(
-            f"{url}: cannot be written (its process died); check the URL and its credentials"
-        ) from error
-    if "error" in answer:
-        raise ArtifactError(answer["error"])
-    return int(answer["number"])
-
-
-def main(url: str) -> None:
-    """Claim a run directory; print its number or the error as JSON."""
-    with answers() as answer:
-        try:
-            answer(number=claim_remote(Remote(url)))
-        except MemprofError as error:
-            answer(error=str(error))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            f"{url}: cannot be written ({type(answer).__name__}: {answer}); check the URL and its credentials"
+        ) from answer
+    return answer

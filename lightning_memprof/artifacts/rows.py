@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from types import UnionType
-from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
 
@@ -17,7 +15,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 DAMAGE: Final = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 """What decoding a damaged line or field raises; ``msgspec.ValidationError`` is a ``DecodeError``."""
 
-_decode: Final = msgspec.json.Decoder().decode
+_fields: Final = cache(msgspec.structs.fields)
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -34,18 +32,19 @@ R = TypeVar("R", bound=Row)
 T = TypeVar("T", bound="Row | dict[str, Any]")
 
 
-def decode_line(line: bytes) -> object:
-    """Return the value of a line of JSON.
+def decode_object(line: bytes) -> dict[str, Any]:
+    """Return the object of a line of JSON, as Python writes it: with NaN and halves of characters.
 
     Raises:
-        ValueError: it is not JSON.
-        RecursionError: it is nested too deeply.
+        ValueError: it is not an object.
     """
     try:
-        return _decode(line)
-    except DAMAGE:
-        # Python writes and reads NaN and halves of characters, which are not JSON.
-        return json.loads(line)
+        row = json.loads(line)
+    except DAMAGE as error:
+        raise ValueError("not a JSON object; the file is damaged, remove the line to read the rest") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"holds {type(row).__name__}, a JSON object is expected; remove the line")  # noqa: TRY004
+    return row
 
 
 def decode_rows(content: bytes, kind: type[T]) -> tuple[list[T], str | None]:
@@ -66,59 +65,27 @@ def decode_rows(content: bytes, kind: type[T]) -> tuple[list[T], str | None]:
             rows.append(decoder.decode(line))
         except DAMAGE:
             try:
-                value = decode_line(line)
-            except DAMAGE:
-                problems.append(f"{number}: not a JSON object; the file is damaged, remove the line to read the rest")
-                continue
-            if isinstance(value, dict):
-                rows.append(salvaged(value, kind) if issubclass(kind, Row) else value)  # type: ignore[arg-type]
+                row = decode_object(line)
+            except ValueError as error:
+                problems.append(f"{number}: {error}")
             else:
-                problems.append(f"{number}: holds {type(value).__name__}, a JSON object is expected; remove the line")
+                rows.append(salvaged(row, kind) if issubclass(kind, Row) else row)  # type: ignore[arg-type]
     return rows, next(iter(problems), None)
 
 
 def salvaged(row: dict[str, Any], kind: type[R]) -> R:
     """Return a decoded JSON object as a row, without its damaged fields."""
-    values = {}
+    values: dict[str, Any] = {"fields": row} if issubclass(kind, OpenRow) else {}
     for field in _fields(kind):
         if field.encode_name in row:
-            for value in _intact(row[field.encode_name], field.type):
-                values[field.name] = value
-    if issubclass(kind, OpenRow):
-        values["fields"] = row
+            with suppress(*DAMAGE):
+                values[field.name] = _value(row[field.encode_name], field.type)
     return kind(**values)
 
 
-@cache
-def _fields(kind: type[Row]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(kind)
-
-
-def _intact(value: object, kind: Any) -> Iterator[Any]:
-    """Yield a value as ``kind`` without its damaged parts, or nothing where no part is intact.
-
-    A damaged entry of a list or an object is None where its kind allows that, and otherwise left out.
-    """
-    if not _is_open(kind):
-        with suppress(*DAMAGE):
-            yield msgspec.convert(value, kind)
-            return
-    is_union = get_origin(kind) in {Union, UnionType}
-    for option in get_args(kind) if is_union else (kind,):
-        origin = get_origin(option) or option
-        if isinstance(value, dict) and origin is dict:
-            entry = get_args(option)[1]
-            yield {key: each for key, part in value.items() for each in _entry(part, entry)}
-        elif isinstance(value, list) and origin is list:
-            yield [each for part in value for each in _entry(part, get_args(option)[0])]
-        elif isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, Row):
-            yield salvaged(value, origin)
-
-
-def _is_open(kind: Any) -> bool:
-    return any(map(_is_open, get_args(kind))) or (isinstance(kind, type) and issubclass(kind, OpenRow))
-
-
-def _entry(value: object, kind: Any) -> list[Any]:
-    found = list(_intact(value, kind))
-    return found or [None] * (type(None) in get_args(kind))
+def _value(value: Any, kind: Any) -> Any:
+    """Return the value of a field; open rows in a list keep the fields that are not known here."""
+    entry = next(iter(get_args(kind)), None)
+    if isinstance(entry, type) and issubclass(entry, OpenRow):
+        return [salvaged(each, entry) for each in msgspec.convert(value, list[dict[str, Any]])]
+    return msgspec.convert(value, kind)

@@ -55,18 +55,10 @@ class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
         value: int | None = getattr(self, column)
         return value
 
-    def keys(self) -> tuple[str, ...]:
-        """Return the columns, for ``dict(row)``."""
-        return PULSE_COLUMNS
-
 
 PULSE_COLUMNS: Final = PulseRow.__struct_fields__
-# On both clocks, after the whole step.
-PHASES: Final = tuple(
-    column.removeprefix("device_").removesuffix("_ns")
-    for column in PULSE_COLUMNS[PULSE_COLUMNS.index("device_duration_ns") + 1 :]
-    if column.startswith("device_")
-)
+# Each has a column on both clocks, in this order.
+PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
 TORCH_PROFILER: Final = 1
 PYTHON_PROFILER: Final = 2
 # Why a trace is missing or ends early: of a profiler that the pulse does not see, as ours had Kineto until it started.
@@ -164,7 +156,7 @@ class WorkerBatchRow(SeriesRow, gc=False):
 
 
 class LoaderCallRow(SeriesRow, gc=False):
-    """What a function took of a worker's fetches from a window on; without a name, whole fetches."""
+    """What a function took of a worker's fetches in a window of earlier recordings; without a name, whole fetches."""
 
     series = "loader_calls"
 
@@ -201,7 +193,8 @@ class ProcessRow(SeriesRow, gc=False):
     since its start: processor time, time ready to run without a core, time waiting for block devices and bytes read;
     batches, the time and the processor time in which it made them, the part of ``collate_fn``, and the time in which it
     had nothing to do. ``lock_waits`` of the ``looks`` at its first fetches saw it wait for a lock of several processes,
-    mostly at the line ``lock``. ``exit_code`` is of one that died, a signal's number with a minus sign.
+    mostly at the line ``lock``; ``functions`` has self and total nanoseconds of each function in them. ``exit_code`` is
+    of one that died, a signal's number with a minus sign.
     A ``thread`` of Python has its processor time in ``elapsed_ns``, of which the training thread slept ``asleep_ns``.
     """
 
@@ -230,6 +223,7 @@ class ProcessRow(SeriesRow, gc=False):
     looks: Int64 | None = None
     lock_waits: Int64 | None = None
     lock: str | None = None
+    functions: dict[str, list[Int64]] = msgspec.field(default_factory=dict)
     exit_code: Int64 | None = None
     thread: str | None = None
     elapsed_ns: Int64 | None = None
@@ -249,17 +243,8 @@ class AllocatorRow(SeriesRow, gc=False):
     num_alloc_retries: Int64 | None = None
 
 
-class DeadTensorRow(Row):
-    """A tensor that only a reference cycle kept alive."""
-
-    type: str | None = None
-    shape: list[Int64] = msgspec.field(default_factory=list)
-    dtype: str | None = None
-    bytes: Int64 | None = None
-
-
 class GarbageRow(SeriesRow):
-    """One collection of Python's garbage collector; ``tensors`` and their bytes where the collector looked at them."""
+    """One collection of Python's garbage collector."""
 
     series = "garbage"
 
@@ -267,8 +252,6 @@ class GarbageRow(SeriesRow):
     generation: Int64 | None = None
     collected: Int64 | None = None
     uncollectable: Int64 | None = None
-    tensors: list[DeadTensorRow] = msgspec.field(default_factory=list)
-    tensor_bytes: Int64 | None = None
 
 
 class ThroughputRow(SeriesRow, gc=False, omit_defaults=False):
@@ -397,6 +380,10 @@ class CollectiveRow(SeriesRow, gc=False):
     state: str | None = None
 
 
+WITH_GRAPH: Final = " with its graph"
+"""In the content of a holder: its tensors keep the graphs, and the activations, that computed them."""
+
+
 class HolderRow(SeriesRow, gc=False):
     """A holder of memory that grew between ``since_step`` and ``step``, as the search at ``step`` found it.
 
@@ -423,8 +410,13 @@ class HolderRow(SeriesRow, gc=False):
     since_step: Int64 | None = None
     asked: bool | None = None
 
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether tensors keep their graphs."""
+        return WITH_GRAPH in (self.content or "")
 
-class ActionTotalRow(SeriesRow, omit_defaults=True, gc=False):
+
+class ActionTotalRow(SeriesRow, gc=False):
     """Self time of an action over the steps of a run, without its first step; ``kind`` is ``total``.
 
     An action that runs in several phases has a row for each. The rows of steps ``in_window``, and those of the steps
@@ -445,7 +437,7 @@ class ActionTotalRow(SeriesRow, omit_defaults=True, gc=False):
     max_step: Int64 | None = None
 
 
-class StallRow(SeriesRow, omit_defaults=True, gc=False):
+class StallRow(SeriesRow, gc=False):
     """A step outside windows that took more than twice the running median; ``kind`` is ``stall``.
 
     ``action`` is the action whose self time exceeded its mean so far the most, ``action_ns`` its self time in the step.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from lightning_memprof.artifacts.files import own_temporary
-from lightning_memprof.artifacts.manifest import ManifestWriter
+from lightning_memprof.artifacts.manifest import ArtifactRow, ManifestWriter, RemovedRow
 from lightning_memprof.artifacts.naming import (
     RUN_DIRECTORY,
     actions_name,
@@ -66,14 +64,12 @@ def claim_run_place(root: Path) -> RunPlace:
         OSError: ``root`` cannot be written.
     """
     root.mkdir(parents=True, exist_ok=True)
-    number = 1
+    number = 0
     while True:
+        number += 1
         place = RunPlace(root, number)
-        try:
+        with suppress(FileExistsError):
             place.directory.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
             return place
 
 
@@ -85,10 +81,6 @@ class ArtifactSpec:
     type: ArtifactType
     collector: str
     window: int | None = None
-
-
-OnSeries = Callable[[int, str, "Sequence[Mapping[str, Any]]"], None]
-"""Called with window, collector and rows of each written series; must not raise."""
 
 
 class SeriesWriter(Protocol):
@@ -112,24 +104,27 @@ class Sink:
     def __init__(self, place: RunPlace, rank: int) -> None:
         self.place = place
         self.rank = rank
-        self.on_series: OnSeries | None = None
         # A file that every window writes again has one entry.
         self._artifacts: dict[Path, ArtifactSpec] = {}
+        self._growing = [place.directory / name(rank) for name in (manifest_name, pulse_name, actions_name)]
         place.directory.mkdir(parents=True, exist_ok=True)
         self.manifest = ManifestWriter(place.directory / manifest_name(rank))
         self.uploads: Uploads | None = None
         if place.url is not None:
-            live = tuple(place.directory / name(rank) for name in (manifest_name, pulse_name, actions_name))
-            self.uploads = Uploads(place.root, place.url, live)
+            self.uploads = Uploads(place.root, place.url, self._growing)
         self._background: ThreadPoolExecutor | None = None
-        # By window, the number of its pending jobs.
-        self._waiting: Counter[int] = Counter()
-        self._waiting_lock = threading.Lock()
+        # Pending jobs with their windows; added by the training's thread alone.
+        self._waiting: list[tuple[int, Future[None]]] = []
 
     @property
     def artifacts(self) -> list[ArtifactSpec]:
         """The listed files that were not removed, each with its last entry."""
         return list(self._artifacts.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """The listed files, and those that grow during the run."""
+        return list(dict.fromkeys([*self._artifacts, *self._growing]))
 
     @contextmanager
     def file(self, artifact: ArtifactSpec) -> Iterator[Path]:
@@ -151,17 +146,17 @@ class Sink:
             raise
         if not again:
             self._append(artifact, artifact.path)
-        self._listed(artifact)
+        self._artifacts[artifact.path] = artifact
 
     def write_text(self, artifact: ArtifactSpec, text: str) -> None:
         """Write a file as UTF-8; see :meth:`file`."""
         with self.file(artifact) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
-    def list_artifact(self, artifact: ArtifactSpec, *, columns: list[str] | None = None) -> None:
+    def list_artifact(self, artifact: ArtifactSpec) -> None:
         """Write the manifest line of a complete file."""
-        self._append(artifact, artifact.path, columns)
-        self._listed(artifact)
+        self._append(artifact, artifact.path)
+        self._artifacts[artifact.path] = artifact
 
     @contextmanager
     def series(self, window: Window, collector: str) -> Iterator[SeriesWriter]:
@@ -177,17 +172,15 @@ class Sink:
         try:
             yield write
         finally:
-            if rows:
-                self.write_rows(window, collector, rows)
+            self.write_rows(window, collector, rows)
 
     def write_rows(self, window: Window, collector: str, rows: Sequence[SeriesRow | Mapping[str, Any]]) -> None:
-        """Write rows as the collector's series of this window, and pass their columns to ``on_series``."""
-        columns = [columns_of(row) if isinstance(row, SeriesRow) else row for row in rows]
+        """Write rows as the collector's series of this window, if any."""
+        if not rows:
+            return
         path = self.place.directory / series_path(window.index, self.rank, collector)
         artifact = ArtifactSpec(path=path, type="series", collector=collector, window=window.index)
-        self.write_text(artifact, encode_rows(columns))
-        if self.on_series is not None:
-            self.on_series(window.index, collector, columns)
+        self.write_text(artifact, encode_rows(columns_of(row) if isinstance(row, SeriesRow) else row for row in rows))
 
     def in_background(self, job: Callable[[], None], *, window: int | None = None) -> None:
         """Run ``job`` after all jobs before it, without the training waiting; :meth:`drain` waits for it.
@@ -200,18 +193,16 @@ class Sink:
         """
         if self._background is None:
             self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-writer")
+        pending = self._background.submit(job)
         if window is not None:
-            with self._waiting_lock:
-                self._waiting[window] += 1
-        self._background.submit(self._work, job, window)
+            self._waiting = [*self._pending(), (window, pending)]
 
     def behind(self) -> str | None:
         """Return why the next window should be a small one: too many before it are still being written.
 
         Each of them has an uncompressed trace on disk. Accepted work is still done, and nobody waits.
         """
-        with self._waiting_lock:
-            waiting = sorted(window for window, jobs in self._waiting.items() if jobs)
+        waiting = sorted({window for window, _ in self._pending()})
         if len(waiting) < _MOST_WAITING:
             return None
         return f"the writer is behind: windows {', '.join(map(str, waiting))} are still being written"
@@ -223,7 +214,7 @@ class Sink:
         """
         gone = [artifact.path for artifact in self.artifacts if artifact.window == window]
         paths = [self._manifest_path(path) for path in gone]
-        self.manifest.append("removed", window=window, paths=paths, reason=reason)
+        self.manifest.append(RemovedRow(window=window, paths=paths, reason=reason))
         for path in gone:
             del self._artifacts[path]
             with suppress(OSError):
@@ -237,45 +228,22 @@ class Sink:
         if self._background is not None:
             self._background.shutdown(wait=True)
             self._background = None
+            self._waiting = []
 
     def close(self) -> None:
         """Wait for the background work and release the manifest."""
         try:
             self.drain()
-            if self.uploads is not None and (left := self.uploads.settle(self._artifacts)):
-                place, error = self.place, self.uploads.error or "no answer"
-                count = "1 file is" if len(left) == 1 else f"{len(left)} files are"
-                text = f"{count} not at {place.url}: {error}; they are in {place.root}"
-                self.manifest.append(
-                    "error", collector="upload", where="write", window=None, message=text, traceback=""
-                )
         finally:
             self.manifest.close()
 
-    def _append(self, artifact: ArtifactSpec, content: Path, columns: list[str] | None = None) -> None:
-        self.manifest.append(
-            "artifact",
-            collector=artifact.collector,
-            type=artifact.type,
-            path=self._manifest_path(artifact.path),
-            size_bytes=content.stat().st_size,
-            sha256=_digest(content),
-            window=artifact.window,
-            columns=columns,
-        )
+    def _append(self, artifact: ArtifactSpec, content: Path) -> None:
+        row = ArtifactRow(path=self._manifest_path(artifact.path), type=artifact.type, collector=artifact.collector)
+        row.window, row.size_bytes, row.sha256 = artifact.window, content.stat().st_size, _digest(content)
+        self.manifest.append(row)
 
-    def _listed(self, artifact: ArtifactSpec) -> None:
-        self._artifacts[artifact.path] = artifact
-
-    def _work(self, job: Callable[[], None], window: int | None) -> None:
-        try:
-            job()
-        finally:
-            if window is not None:
-                with self._waiting_lock:
-                    self._waiting[window] -= 1
-                    if not self._waiting[window]:
-                        del self._waiting[window]
+    def _pending(self) -> list[tuple[int, Future[None]]]:
+        return [(window, job) for window, job in self._waiting if not job.done()]
 
     def _manifest_path(self, path: Path) -> str:
         if path.is_relative_to(self.place.root):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
+from lightning_memprof.artifacts.manifest import PauseRow, UnavailableRow
 from lightning_memprof.capture.budget import Ledger
+from lightning_memprof.capture.clock import DeviceTimer, LoggedTimes, StepClock
 from lightning_memprof.capture.room import is_at_limit, with_room
+from lightning_memprof.capture.sources.memory import ResidentSize
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +20,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.artifacts.series import PulseRow
     from lightning_memprof.artifacts.sink import Sink
-    from lightning_memprof.capture.clock import StepClock
     from lightning_memprof.capture.faults import Faults
-    from lightning_memprof.capture.timing import DeviceTimer, StepTimes
     from lightning_memprof.schedule import Mark, Point, Window
 
 _NOTABLE_PAUSE_NS: Final = 50_000_000
@@ -73,41 +73,6 @@ class Position(NamedTuple):
     schedule_step: int
 
 
-class Progress:
-    """Place in the run at this moment; updated by the session.
-
-    Attributes:
-        position: where the current step began; None between steps.
-        point: the last point that was reached.
-        window: index of the open window.
-        clock: of the run's steps; None before there is a session.
-        validation_batch: called before each batch of a validation inside fit; None if nobody listens.
-        rare_action: called with the name of an action that is not part of every step where it starts, and with None
-            where it ends; None if nobody listens.
-        is_usual: whether the current step has no validation, checkpoint or end of an epoch so far.
-        holders_asked: whether the request of the next window asks for holders of growing memory.
-        apart_ns: nanoseconds of collectors outside windows that do not belong to the pulse, by name.
-        charged_ns: their sum.
-    """
-
-    def __init__(self) -> None:
-        self.position: Position | None = None
-        self.point: Point | None = None
-        self.window: int | None = None
-        self.clock: StepClock | None = None
-        self.validation_batch: Callable[[], None] | None = None
-        self.rare_action: Callable[[str | None], None] | None = None
-        self.is_usual = True
-        self.holders_asked = False
-        self.apart_ns: dict[str, int] = {}
-        self.charged_ns = 0
-
-    def charge(self, collector: str, ns: int) -> None:
-        """Count time outside windows as the collector's, not as the pulse's."""
-        self.apart_ns[collector] = self.apart_ns.get(collector, 0) + ns
-        self.charged_ns += ns
-
-
 class StepRecord(NamedTuple):
     """One finished step of the run.
 
@@ -122,7 +87,7 @@ class StepRecord(NamedTuple):
     window: int | None
     start_ns: int
     duration_ns: int
-    times: StepTimes
+    times: LoggedTimes
     moments: list[tuple[int, Any, int]] | None
     usual: bool = True
 
@@ -159,9 +124,9 @@ def unix_offset_ns() -> int:
     return time.time_ns() - time.perf_counter_ns()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RunContext:
-    """The run, as collectors see it.
+    """The run, as collectors see it, and its place at this moment, which the session updates.
 
     Attributes:
         rank: global rank.
@@ -175,14 +140,25 @@ class RunContext:
         training: batches, losses and optimizers.
         sink: writes artifacts.
         faults: reports failures of collectors.
+        resident: reads the RSS; the session closes it.
         timer: the device's own clock, one for the run; None on a CPU, whose clock is the host's.
         peak_flops: peak floating-point operations per second of the device in this run's precision; None if unknown.
         parts: returns the current methods of the Trainer's objects that are not profiler actions.
         ledger: cost of the traces so far, and its bounds.
         pulse_written: called with the rows of the pulse when they are written, some dozens of steps at a time.
-        progress: place in the run at this moment.
         profiler_conflict: why torch's profiler is not available in this run; None if it is.
         unix_offset_ns: converts a reading of ``time.perf_counter_ns`` to Unix time, the same for the whole run.
+        clock: of the run's steps.
+        position: where the current step began; None between steps.
+        point: the last point that was reached.
+        window: index of the open window.
+        is_usual: whether the current step has no validation, checkpoint or end of an epoch so far.
+        validation_batch: called before each batch of a validation inside fit; None if nobody listens.
+        rare_action: called with the name of an action that is not part of every step where it starts, and with None
+            where it ends; None if nobody listens.
+        holders_asked: whether the request of the next window asks for holders of growing memory.
+        apart_ns: nanoseconds of collectors outside windows that do not belong to the pulse, by name.
+        charged_ns: their sum.
     """
 
     rank: int
@@ -196,14 +172,29 @@ class RunContext:
     training: TrainingFeed
     sink: Sink
     faults: Faults
+    resident: ResidentSize = field(default_factory=ResidentSize)
     timer: DeviceTimer | None = None
     peak_flops: float | None = None
     parts: Callable[[], Sequence[TimedPart]] = tuple
     ledger: Ledger = field(default_factory=Ledger)
     pulse_written: OnRows = lambda _: None
-    progress: Progress = field(default_factory=Progress)
     profiler_conflict: str | None = None
     unix_offset_ns: int = field(default_factory=unix_offset_ns)
+    clock: StepClock = field(default_factory=lambda: StepClock(None))
+    position: Position | None = None
+    point: Point | None = None
+    window: int | None = None
+    is_usual: bool = True
+    validation_batch: Callable[[], None] | None = None
+    rare_action: Callable[[str | None], None] | None = None
+    holders_asked: bool = False
+    apart_ns: dict[str, int] = field(default_factory=dict)
+    charged_ns: int = 0
+
+    def charge(self, collector: str, ns: int) -> None:
+        """Count time outside windows as the collector's, not as the pulse's."""
+        self.apart_ns[collector] = self.apart_ns.get(collector, 0) + ns
+        self.charged_ns += ns
 
     def guarded(
         self, call: Callable[..., None], *, collector: str, window: Window | None = None
@@ -237,13 +228,13 @@ class RunContext:
 
     def note_unavailable(self, collector: str, reason: str, window: Window | None = None) -> None:
         """Write why a collector has no data, of one window or of the run."""
-        within = {} if window is None else {"window": window.index}
-        self.sink.manifest.append("unavailable", collector=collector, **within, reason=reason)
+        index = None if window is None else window.index
+        self.sink.manifest.append(UnavailableRow(collector=collector, window=index, reason=reason))
 
     def note_pause(self, ns: int) -> None:
         """Write that work between two steps took so long, if other ranks would notice that they waited."""
         if ns >= _NOTABLE_PAUSE_NS:
-            self.sink.manifest.append("pause", ns=ns)
+            self.sink.manifest.append(PauseRow(ns=ns))
 
     def in_background(self, job: Callable[[], None], *, collector: str, window: Window) -> None:
         """Run slow work after the window, without blocking the training; a failure is the collector's."""
@@ -260,7 +251,7 @@ def no_training_step(run: RunContext) -> str | None:
     return None if run.stage == "fit" else f"{run.stage} has no training step"
 
 
-class Collector(ABC):
+class Collector:
     """Records one kind of data. Its constructor is its configuration; the state of a window is local to ``record``.
 
     Attributes:
@@ -280,8 +271,7 @@ class Collector(ABC):
         """Return why this collector is not available in this run, or None if it is."""
         return None
 
-    @abstractmethod
-    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:
+    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002 for overriding
         """Record one window: acquire, yield the function that is called at each mark, save and release.
 
         Entered before the window's first step, left after its last one.
@@ -289,6 +279,7 @@ class Collector(ABC):
         Raises:
             SkipWindow: this window cannot be recorded; the reason goes into the manifest and training continues.
         """
+        return nullcontext(None)
 
     def follow(self, run: RunContext) -> AbstractContextManager[OnStep | None]:  # noqa: ARG002 for overriding
         """Follow the steps of the whole run, also outside windows: yield a function that is called after each step.

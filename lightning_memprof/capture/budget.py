@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,8 +13,6 @@ from lightning_memprof.units import format_bytes
 _LARGE_BYTES: Final = 400_000_000
 # Of the process group's timeout: a rank that blocks for longer ends the whole training.
 _TIMEOUT_SHARE: Final = 0.5
-# Compression ratio of gzip; used until this run has a compressed trace.
-_USUAL_RATIO: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +20,11 @@ class Budget:
     """Bounds for the profiler overhead of one rank; None is unbounded.
 
     Bounds apply to the next windows: after a window that exceeded one they omit Python stacks, then input shapes, then
-    active steps. After a bound of the whole run is reached, windows have no trace.
+    active steps.
 
     Args:
         max_trace_bytes: size of one window's trace as torch writes it, before compression.
         max_export_seconds: time that the training is blocked at the end of one window.
-        max_run_trace_bytes: size of all traces of the run on disk.
-        max_run_export_seconds: time that the training is blocked by exports during the whole run.
         keep_windows: number of windows to keep on disk; the oldest are removed first.
         max_collector_seconds: time that one collector may block the training at one mark, or at the start or end of a
             window. One that takes longer is interrupted, if it runs Python code, and disabled.
@@ -39,8 +35,6 @@ class Budget:
 
     max_trace_bytes: int | None = None
     max_export_seconds: float | None = None
-    max_run_trace_bytes: int | None = None
-    max_run_export_seconds: float | None = None
     keep_windows: int | None = None
     max_collector_seconds: float | None = 600.0
 
@@ -83,14 +77,8 @@ class Export:
     shapes: bool = False
 
 
-@dataclass(frozen=True)
-class _Overrun:
-    share: float
-    reason: str
-
-
 class Ledger:
-    """Cost of one rank's traces so far, against the run's budget.
+    """Cost of one rank's last trace, against the run's budget.
 
     Args:
         budget: the bounds.
@@ -101,108 +89,45 @@ class Ledger:
         self.budget = budget or Budget()
         self.level = TraceLevel()
         self._timeout_seconds = timeout_seconds
-        self._seconds = 0.0
-        self._last: Export | None = None
-        self._checked = True
+        self._unchecked: Export | None = None
         self._warned: set[str] = set()
-        # The background thread reports the compressed size.
-        self._lock = threading.Lock()
-        self._raw_bytes: dict[int, int] = {}
-        self._disk_bytes: dict[int, int] = {}
 
     def charge(self, export: Export) -> list[str]:
         """Add the cost of a trace; return warnings, each kind once per run."""
-        self._last, self._checked = export, False
-        self._seconds += export.seconds
-        with self._lock:
-            self._raw_bytes[export.window] = export.bytes
+        self._unchecked = export
         found = {"timeout": self._timeout_warning(export), "size": _size_warning(export)}
         fresh = {kind: text for kind, text in found.items() if text is not None and kind not in self._warned}
         self._warned |= fresh.keys()
         return list(fresh.values())
 
-    def wrote(self, window: int, size_bytes: int) -> None:
-        """Set the size of a window's trace on disk."""
-        with self._lock:
-            self._disk_bytes[window] = size_bytes
-
-    def removed(self, window: int) -> None:
-        """Remove a window whose files were deleted."""
-        with self._lock:
-            self._raw_bytes.pop(window, None)
-            self._disk_bytes.pop(window, None)
-
-    def tighten(self) -> str | None:
-        """Check the last trace once; if it exceeded a bound, lower the level and return the reason."""
-        last, checked, self._checked = self._last, self._checked, True
-        if last is None or checked:
+    def tighten(self) -> tuple[str, str] | None:
+        """Check the last trace once; if it exceeded a bound, lower the level and return the change and the reason."""
+        last, self._unchecked = self._unchecked, None
+        overruns = [] if last is None else list(self._overruns(last))
+        if last is None or not overruns:
             return None
-        overruns = self._overruns(last)
-        if not overruns:
-            return None
-        worst = min(overruns, key=lambda overrun: overrun.share)
+        share, reason = min(overruns)
         if last.stack:
             self.level = replace(self.level, stack=False)
-        elif last.shapes:
+            return "no_stack", reason
+        if last.shapes:
             self.level = replace(self.level, shapes=False)
-        elif last.steps > 1:
-            steps = max(1, min(last.steps - 1, int(last.steps * worst.share)))
+            return "no_shapes", reason
+        if last.steps > 1:
+            steps = max(1, min(last.steps - 1, int(last.steps * share)))
             self.level = replace(self.level, active_steps=steps)
-        else:
-            return None
-        return worst.reason
-
-    def refusal(self) -> str | None:
-        """Return why this run has no further traces, or None."""
-        budget = self.budget
-        on_disk = self._on_disk()
-        if budget.max_run_trace_bytes is not None and on_disk >= budget.max_run_trace_bytes:
-            size, most = format_bytes(on_disk), format_bytes(budget.max_run_trace_bytes)
-            return f"the traces of this run take {size}, max_run_trace_bytes is {most}"
-        if budget.max_run_export_seconds is not None and self._seconds >= budget.max_run_export_seconds:
-            most_seconds = budget.max_run_export_seconds
-            return f"exports took {self._seconds:.3g} s of this run, max_run_export_seconds is {most_seconds:g}"
+            return "active_steps", reason
         return None
 
-    def _overruns(self, last: Export) -> list[_Overrun]:
-        budget, name = self.budget, f"the trace of window {last.window}"
-        found: list[_Overrun] = []
-        if budget.max_trace_bytes is not None and last.bytes > budget.max_trace_bytes:
-            text = f"{name} was {format_bytes(last.bytes)}, max_trace_bytes is {format_bytes(budget.max_trace_bytes)}"
-            found.append(_Overrun(budget.max_trace_bytes / last.bytes, text))
-        if budget.max_export_seconds is not None and last.seconds > budget.max_export_seconds:
-            text = f"the export of window {last.window} took {last.seconds:.3g} s, "
-            text += f"max_export_seconds is {budget.max_export_seconds:g}"
-            found.append(_Overrun(budget.max_export_seconds / last.seconds, text))
-        if budget.max_run_trace_bytes is not None:
-            size, left = self._size(last.window), budget.max_run_trace_bytes - self._on_disk()
-            if size > left:
-                text = (
-                    f"{name} takes {format_bytes(size)}, {format_bytes(max(left, 0))} of max_run_trace_bytes are left"
-                )
-                found.append(_Overrun(max(left, 0) / size, text))
-        if budget.max_run_export_seconds is not None:
-            left_seconds = max(budget.max_run_export_seconds - self._seconds, 0.0)
-            if last.seconds > left_seconds:
-                text = f"the export of window {last.window} took {last.seconds:.3g} s, "
-                text += f"{left_seconds:.3g} s of max_run_export_seconds are left"
-                found.append(_Overrun(left_seconds / last.seconds, text))
-        return found
-
-    def _on_disk(self) -> int:
-        return sum(map(self._size, list(self._raw_bytes)))
-
-    def _size(self, window: int) -> int:
-        """Return the size on disk; estimated for a trace that is not compressed yet."""
-        with self._lock:
-            known = self._disk_bytes.get(window)
-            if known is not None:
-                return known
-            raw = sum(
-                self._raw_bytes[path] for path, size in self._disk_bytes.items() if size and path in self._raw_bytes
-            )
-            ratio = sum(self._disk_bytes.values()) / raw if raw else _USUAL_RATIO
-            return int(self._raw_bytes.get(window, 0) * ratio)
+    def _overruns(self, last: Export) -> Iterator[tuple[float, str]]:
+        """Yield the bounds that a trace exceeded: the share of it that they allow, and the reason in words."""
+        size, seconds = self.budget.max_trace_bytes, self.budget.max_export_seconds
+        if size is not None and last.bytes > size:
+            words = f"was {format_bytes(last.bytes)}, max_trace_bytes is {format_bytes(size)}"
+            yield size / last.bytes, f"the trace of window {last.window} {words}"
+        if seconds is not None and last.seconds > seconds:
+            words = f"took {last.seconds:.3g} s, max_export_seconds is {seconds:.3g} s"
+            yield seconds / last.seconds, f"the export of window {last.window} {words}"
 
     def _timeout_warning(self, export: Export) -> str | None:
         timeout = self._timeout_seconds

@@ -20,7 +20,7 @@ from lightning_memprof.capture.sources.holders import is_container_type, length_
 from lightning_memprof.capture.sources.memory import HeapSize, mapped_sizes
 from lightning_memprof.capture.sources.objects import tracked_objects, tracked_types, untracked_referents
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
-from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
+from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunction
 from lightning_memprof.units import GIB
@@ -50,7 +50,8 @@ class Census:
         free_bytes: freed, but kept by the C allocator.
         lengths: entries of each container, by its ``id``.
         tensors: all tensors that the garbage collector tracks, with the addresses of their storages.
-        groups: number of storages, and their bytes, by class, shape, dtype and device of a tensor.
+        tensor_counts: number of storages by class, shape, dtype and device of a tensor.
+        tensor_bytes: their bytes.
         types: number of objects by type.
         graph_bytes: the most that the graph of a live tensor keeps.
         large: bytes of each large object that is not tracked, by its ``id``; None where they were not read.
@@ -63,8 +64,9 @@ class Census:
     free_bytes: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
     tensors: tuple[tuple[ref[torch.Tensor], tuple[int, ...]], ...] = ()
-    groups: dict[Group, tuple[int, int]] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
+    tensor_counts: Counter[Group] = field(default_factory=Counter)
+    tensor_bytes: Counter[Group] = field(default_factory=Counter)
+    types: Counter[str] = field(default_factory=Counter)
     graph_bytes: int = 0
     mapped: dict[str, int] = field(default_factory=dict)
     large: dict[int, int] | None = None
@@ -108,11 +110,11 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
     if number > _MOST_OBJECTS:
         raise SkipWindow(f"the program has {number:,} objects: a search for holders would take too long")
     # Reading the graphs makes objects of what they save: before these are counted, and not between two counts.
-    graph_bytes = max((graph.held_bytes for _, graph in graphs(tracked_tensors(), skip)), default=0)
+    graph_bytes = largest_graph(tracked_tensors(), skip)[1].held_bytes
     counts = tracked_types()
     lengths = {id(value): length_of(value) for value in tracked_objects(is_container_type)}
     tensors = tracked_tensors()
-    groups: dict[Group, tuple[int, int]] = {}
+    tensor_counts, tensor_bytes = Counter[Group](), Counter[Group]()
     seen: set[int] = set()
     known = []
     for tensor, group, parts in grouped(tensors):
@@ -120,9 +122,9 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
         for address, size in parts.items():
             if address not in seen:
                 seen.add(address)
-                number, total = groups.get(group, (0, 0))
-                groups[group] = number + 1, total + size
-    types: Counter[str] = Counter()
+                tensor_counts[group] += 1
+                tensor_bytes[group] += size
+    types = Counter[str]()
     for kind, number in counts:
         types[full_name(kind)] += number
     return Census(
@@ -132,8 +134,9 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
         free_bytes=HeapSize().free(),
         lengths={key: length for key, length in lengths.items() if length >= LEAST_ENTRIES},
         tensors=tuple(known),
-        groups=groups,
-        types=dict(types),
+        tensor_counts=tensor_counts,
+        tensor_bytes=tensor_bytes,
+        types=types,
         graph_bytes=graph_bytes,
         mapped=mapped_sizes() if rss_bytes <= _MOST_MAPPED else {},
     )
@@ -154,11 +157,10 @@ def grouped(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Gro
                 continue
 
 
-def graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tuple[torch.Tensor, SavedStorages]]:
-    """Yield tensors with a graph, the latest first, and what it keeps and no later one does."""
-    if not can_read():
-        return
+def largest_graph(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> tuple[torch.Tensor | None, SavedStorages]:
+    """Return the tensor whose graph keeps the most that no graph of a later tensor does, and what it keeps."""
     graph, excluded = SavedGraph(), set(skip)
+    largest, root = SavedStorages(), None
     seen: set[Any] = set()
     roots: dict[int, torch.Tensor] = {}
     with DisableTorchFunction():
@@ -169,8 +171,11 @@ def graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tup
         until = thread_time_ns() + _GRAPHS_NS
         for number in sorted(roots, reverse=True):
             if thread_time_ns() > until:
-                return
-            yield roots[number], graph.read(roots[number], excluded, seen, MOST_NODES)
+                break
+            found = graph.read(roots[number], excluded, seen, MOST_NODES)
+            if found.held_bytes > largest.held_bytes:
+                largest, root = found, roots[number]
+    return root, largest
 
 
 def large_objects(least: int) -> Iterator[tuple[Any, int]]:

@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ from lightning_memprof.capture.sources.compiled import around_compilations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-    from lightning_memprof.capture.timing import DeviceTimer, StepTimes
 
 _OTHER: Final = PHASES.index("other")
 # Codes of a clock's log.
@@ -33,8 +31,24 @@ _MOST_COURSES: Final = 256
 _HOST_ONLY: Final = (PHASES.index("callbacks"), _OTHER)
 
 
+class DeviceTimer(Protocol):
+    """Timestamps on the device's own clock, read when the device has reached them."""
+
+    def record(self) -> Any:
+        """Put a timestamp into the device's queue."""
+
+    def reached(self, moment: Any) -> bool:
+        """Return whether the device has passed ``moment``; does not wait."""
+
+    def elapsed_ns(self, start: Any, end: Any) -> int:
+        """Return the nanoseconds between two reached timestamps."""
+
+    def release(self, moment: Any) -> None:
+        """Return a timestamp for reuse."""
+
+
 class LoggedTimes:
-    """Self times of a finished step, computed from its log at the first use; a :class:`StepTimes`.
+    """Self times of a finished step, computed from its log at the first use.
 
     Args:
         clock: has the slots of the actions.
@@ -66,11 +80,11 @@ class LoggedTimes:
         return (self.computed or self._computed())[2]
 
     @staticmethod
-    def compute(steps: Iterable[StepTimes]) -> None:
+    def compute(steps: Iterable[LoggedTimes]) -> None:
         """Compute the times of many steps at once: a tenth of what they cost one by one."""
         alike: dict[tuple[StepClock, tuple[int, ...]], list[LoggedTimes]] = {}
         for times in steps:
-            if isinstance(times, LoggedTimes) and times.computed is None:
+            if times.computed is None:
                 alike.setdefault((times.clock, tuple(times.log[::2])), []).append(times)
         for (clock, codes), group in alike.items():
             course = clock.courses.get(codes)
@@ -107,6 +121,7 @@ class Course:
     def __init__(self, clock: StepClock, codes: tuple[int, ...]) -> None:
         current, entered = 0, [0]
         stack: list[int] = []
+        within = list(clock.within)
         factors = [(0, 0, -1)]
         for index, code in enumerate(codes, 1):
             if code == _LEAVE_OUT:
@@ -119,7 +134,7 @@ class Course:
             else:
                 following = code
                 if code <= _WITHIN:
-                    following = clock.slot(clock.within[_WITHIN - code], clock.actions[current][1])
+                    following = clock.slot(within[_WITHIN - code], clock.actions[current][1])
                 stack.append(current)
                 entered.append(following)
             factors += [(index, current, 1), (index, following, -1)]
@@ -148,7 +163,7 @@ class StepClock:
     Attributes:
         actions: name and index of the phase of each slot.
         start_ns: reading of ``time.perf_counter_ns`` where the step began.
-        within: the actions that take the phase around them, by the index in their codes.
+        within: the codes of the actions that take the phase around them, in order.
         courses: those of its steps so far, by the codes of a log.
         log: adds to the log; without a device the cheapest way to enter and leave.
     """
@@ -158,8 +173,7 @@ class StepClock:
         self.start_ns = 0
         self._timer = timer
         self._slots: dict[tuple[str, int], int] = {}
-        self._within: dict[str, int] = {}
-        self.within: list[str] = []
+        self.within: dict[str, int] = {}
         self.courses: dict[tuple[int, ...], Course] = {}
         self._log: list[int] = []
         self.log: Callable[[tuple[int, int]], None] = self._log.extend if timer is None else self._log_with_device
@@ -250,11 +264,7 @@ class StepClock:
 
     def within_code(self, action: str) -> int:
         """Return the code for :attr:`log` of an action that takes the phase around it."""
-        code = self._within.get(action)
-        if code is None:
-            code = self._within[action] = _WITHIN - len(self.within)
-            self.within.append(action)
-        return code
+        return self.within.setdefault(action, _WITHIN - len(self.within))
 
     def _log_with_device(self, entry: tuple[int, int]) -> None:
         """Add to the log; record a timestamp if another phase is the innermost one that has them now."""

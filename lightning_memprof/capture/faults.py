@@ -5,14 +5,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from lightning_memprof.artifacts.manifest import ErrorRow, ManifestWriter
 from lightning_memprof.artifacts.secrets import masked
 from lightning_memprof.errors import is_ctrl_c
 from lightning_memprof.logs import logger_of
-
-if TYPE_CHECKING:
-    from lightning_memprof.artifacts.manifest import ManifestWriter
 
 log = logger_of(__name__)
 
@@ -54,13 +52,9 @@ class Faults:
         first = collector not in self.disabled
         self.disabled.add(collector)
         with suppress(OSError):
+            text = "".join(traceback.format_exception(error))
             self._manifest.append(
-                "error",
-                collector=collector,
-                where=where,
-                window=window,
-                message=describe(error),
-                traceback="".join(traceback.format_exception(error)),
+                ErrorRow(collector=collector, where=where, window=window, message=describe(error), traceback=text)
             )
         if self._on_error == "raise":
             raise error

@@ -16,22 +16,21 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from ctypes import Structure, c_char, c_int64, sizeof
+from itertools import takewhile
 from mmap import mmap
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from struct import pack, unpack_from
+from random import Random
 from time import perf_counter_ns, process_time_ns, sleep
-from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.capture import loader_calls, observe
-from lightning_memprof.capture.loader_calls import Calls, name_of, timed_calls
-from lightning_memprof.capture.observe import Link, wrapped
-from lightning_memprof.capture.sources.assignments import is_library
-from lightning_memprof.capture.threads import Call, calls_of_thread, line_of
+from lightning_memprof.capture.observe import Link, hide_wrappers, wrapped
+from lightning_memprof.capture.sources.proc import handles_signal, read_file
+from lightning_memprof.capture.threads import Call, calls_of_thread, is_program, line_of, qualified_name
 from lightning_memprof.capture.torch_internals import _IterableDatasetFetcher, _MapDatasetFetcher, _utils
 from lightning_memprof.units import KIB
 
@@ -39,34 +38,29 @@ from lightning_memprof.units import KIB
 _TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop", None)
 _LOOP: Final = "_worker_loop"
 _PAGE: Final = "lightning-memprof-worker"
-# The counters of a page, each an int64, then the name of the data set, then the last batches: start and duration, and
-# the line at which it waits for locks. ``watch`` is the parent's: the number of a window in which the worker times its
-# calls and writes them behind, as JSON.
 _COUNTERS: Final = (
-    "worker", "batches", "fetch_ns", "fetch_cpu_ns", "collate_ns", "queue_wait_ns", "waits_since_ns",
-    "looks", "lock_waits", "watch", "calls_watch", "calls_bytes",
+    "worker", "batches", "fetch_ns", "fetch_cpu_ns", "collate_ns", "queue_wait_ns", "looks", "lock_waits",
 )  # fmt: skip
-_OF_CALLS: Final = 3
-_NAME_AT: Final = 8 * len(_COUNTERS)
-_BATCHES_AT: Final = 512
+_NAME_BYTES: Final = 256
+_FUNCTIONS_BYTES: Final = 8 * KIB
 _LAST_BATCHES: Final = 64
-_LOCK_AT: Final = _BATCHES_AT + 16 * _LAST_BATCHES
-_LOCK_BYTES: Final = 256
-_CALLS_AT: Final = _LOCK_AT + _LOCK_BYTES
-_PAGE_BYTES: Final = _CALLS_AT + 8 * KIB
-_MOST_CALLS: Final = 48
+_MOST_FUNCTIONS: Final = 48
 _LONGEST_NAME: Final = 100
-_FETCH: Final = ""
-# A look takes about 5 µs; these are 10 s of fetches.
-_LOOK_S: Final = 0.05
-_LOOKS: Final = 200
+# A look takes about 50 µs; these are 10 s of fetches.
+_LOOK_S: Final = 0.01
+_LOOKS: Final = 1000
+# Python lets a thread that computes keep its lock for 5 ms: a short fetch would end before the look.
+_SWITCH_S: Final = 0.0002
+# The methods by which data sets, transforms and modules of libraries are called; their other functions are in them.
+_METHODS: Final = frozenset({"__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "forward"})
+_FETCH: Final = _MapDatasetFetcher.__module__
 # The calls of the kernel that take a lock: futex (of semaphores too), flock, and fcntl, by machine.
 _LOCK_CALLS: Final = {"x86_64": (202, 73, 72), "aarch64": (98, 32, 25)}
 _PRIVATE_FUTEX: Final = 0x80
 _WAITS_FOR_LOCK: Final = (7, 38)  # F_SETLKW, F_OFD_SETLKW
 # A worker answers it with its stack; no other library is known to use it. None where there are no such signals.
 _STACK_SIGNAL: Final = signal.SIGRTMAX - 11 if sys.platform == "linux" else None
-_OUR_FILES: Final = frozenset({__file__, loader_calls.__file__, observe.__file__})
+_OUR_FILES: Final = f"{Path(__file__).parent}{os.sep}"
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ANSWERS_IN_S: Final = 1.0
 _TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -75,12 +69,23 @@ _UTIME, _STIME, _BLKIO = 11, 12, 39
 _DELAYS: Final = Path("/proc/sys/kernel/task_delayacct")
 
 
-class WorkerMemory(NamedTuple):
-    """A process's proportional set size, the bytes that no other process shares, and those that others share."""
+class _Page(Structure):
+    """What a worker counts, and in UTF-8 the name of its data set and the line at which it waits for locks.
 
-    pss_bytes: int
-    private_bytes: int
-    shared_bytes: int
+    ``waits_since_ns`` is the time at which it began to wait for an index, 0 in a fetch; ``last`` has start and duration
+    of the last batches; ``functions`` self and total time of each function in fetches, as JSON.
+    """
+
+    _fields_ = (
+        *((name, c_int64) for name in (*_COUNTERS, "waits_since_ns")),
+        *((name, c_char * _NAME_BYTES) for name in ("dataset", "lock")),
+        ("last", c_int64 * (2 * _LAST_BATCHES)),
+        ("functions", c_char * _FUNCTIONS_BYTES),
+    )
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 def workers() -> list[BaseProcess]:
@@ -110,19 +115,20 @@ def worker_pids() -> list[int]:
     return [child.pid for child in workers() if child.pid is not None]
 
 
-def worker_memory(pid: int) -> WorkerMemory | None:
-    """Return the memory of a process; None if unknown.
+def worker_memory(pid: int) -> dict[str, int]:
+    """Return a process's proportional set size, the bytes that no other process shares, and those that others share.
 
-    Source: ``smaps_rollup`` of proc(5), which walks the page tables: 40 to 70 ms per GiB, without the GIL.
+    In columns of a ``ProcessRow``; empty if unknown. Source: ``smaps_rollup`` of proc(5), which walks the page tables:
+    40 to 70 ms per GiB, without the GIL.
     """
-    lines = _read(f"/proc/{pid}/smaps_rollup").splitlines()
+    lines = read_file(f"/proc/{pid}/smaps_rollup").splitlines()
     sizes = {name: int(rest.split()[0]) * KIB for name, _, rest in (line.partition(b":") for line in lines[1:]) if rest}
     if b"Pss" not in sizes:
-        return None
+        return {}
     private, shared = (
         sum(sizes.get(kind + state, 0) for state in (b"_Clean", b"_Dirty")) for kind in (b"Private", b"Shared")
     )
-    return WorkerMemory(sizes[b"Pss"], private, shared)
+    return {"pss_bytes": sizes[b"Pss"], "private_bytes": private, "shared_bytes": shared}
 
 
 def worker_times(pid: int) -> dict[str, int]:
@@ -132,23 +138,15 @@ def worker_times(pid: int) -> dict[str, int]:
     of 10 ms; ``schedstat``, its first thread; ``io``. About 40 µs.
     """
     found: dict[str, int] = {}
-    if fields := _read(f"/proc/{pid}/stat").rpartition(b")")[2].split():
+    if fields := read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split():
         found["cpu_ns"] = (int(fields[_UTIME]) + int(fields[_STIME])) * _TICK_NS
-        if _read(_DELAYS).strip() == b"1":
+        if read_file(_DELAYS).strip() == b"1":
             found["io_wait_ns"] = int(fields[_BLKIO]) * _TICK_NS
-    if ready := _read(f"/proc/{pid}/schedstat").split():
+    if ready := read_file(f"/proc/{pid}/schedstat").split():
         found["core_wait_ns"] = int(ready[1])
-    if (read := _read(f"/proc/{pid}/io")).startswith(b"rchar:"):
+    if (read := read_file(f"/proc/{pid}/io")).startswith(b"rchar:"):
         found["read_bytes"] = int(read.split(maxsplit=2)[1])
     return found
-
-
-def _read(path: str | Path) -> bytes:
-    try:
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
-            return file.read()
-    except OSError:
-        return b""
 
 
 def exit_code(child: BaseProcess) -> int | None:
@@ -169,40 +167,21 @@ def exit_code(child: BaseProcess) -> int | None:
 def worker_counts(pid: int) -> dict[str, Any]:
     """Return what a worker has counted since its start, in columns of a ``ProcessRow``; empty if it does not count."""
     page = _page_of(pid)
-    if len(page) < _PAGE_BYTES:
+    if page is None:
         return {}
-    names = _COUNTERS[:-_OF_CALLS]
-    found: dict[str, Any] = dict(zip(names, unpack_from(f"={len(names)}q", page), strict=True))
-    if since := found.pop("waits_since_ns"):
-        found["queue_wait_ns"] += max(perf_counter_ns() - since, 0)
-    for name, start, end in (("dataset", _NAME_AT, _BATCHES_AT), ("lock", _LOCK_AT, _CALLS_AT)):
-        found[name] = page[start:end].rstrip(b"\0").decode("utf-8", "replace") or None
-    return found
+    found: dict[str, Any] = {name: getattr(page, name) for name in _COUNTERS}
+    if page.waits_since_ns:
+        found["queue_wait_ns"] += max(perf_counter_ns() - page.waits_since_ns, 0)
+    # The worker may be writing.
+    with suppress(ValueError):
+        found["functions"] = json.loads(page.functions or b"{}")
+    return found | {name: getattr(page, name).decode("utf-8", "replace") or None for name in ("dataset", "lock")}
 
 
 def worker_batches(pid: int) -> list[tuple[int, int]]:
     """Return start, as of ``perf_counter_ns``, and duration of a worker's last batches, at most 64, in ns."""
     page = _page_of(pid)
-    if len(page) < _PAGE_BYTES:
-        return []
-    values = unpack_from(f"={2 * _LAST_BATCHES}q", page, _BATCHES_AT)
-    return sorted((start, ns) for start, ns in zip(values[::2], values[1::2], strict=True) if start)
-
-
-def worker_calls(pid: int, watch: int) -> dict[str, list[int]]:
-    """Return what a worker has timed since :func:`watch_workers` with this number; empty if nothing yet.
-
-    For each function its count, self time and total time; under an empty name those of whole fetches.
-    """
-    for _ in range(3):
-        page = _page_of(pid)
-        if len(page) < _PAGE_BYTES:
-            break
-        found, size = unpack_from("=2q", page, 8 * _COUNTERS.index("calls_watch"))
-        # The worker may be writing.
-        with suppress(ValueError):
-            return dict(json.loads(page[_CALLS_AT : _CALLS_AT + size])) if found == watch and size else {}
-    return {}
+    return [] if page is None else sorted(pair for pair in zip(page.last[::2], page.last[1::2], strict=True) if pair[0])
 
 
 def stuck_workers() -> Iterator[tuple[int, list[tuple[str, int, str]]]]:
@@ -214,43 +193,27 @@ def stuck_workers() -> Iterator[tuple[int, list[tuple[str, int, str]]]]:
     until = perf_counter_ns() + round(_ANSWERS_IN_S * 1e9)
     for pid in worker_pids():
         page = _page_of(pid)
-        if len(page) < _PAGE_BYTES or unpack_from("=q", page, 8 * _COUNTERS.index("waits_since_ns"))[0]:
+        if page is None or page.waits_since_ns:
             continue
-        handled = re.search(rb"^SigCgt:\s*(\w+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
         # Unhandled, it would end the worker.
-        if _STACK_SIGNAL is None or handled is None or not int(handled[1], 16) >> (_STACK_SIGNAL - 1) & 1:
+        if _STACK_SIGNAL is None or not handles_signal(_STACK_SIGNAL, pid):
             continue
         with suppress(OSError):
             os.kill(pid, _STACK_SIGNAL)
         text = b""
         while perf_counter_ns() < until and _TORCH_LOOP.__name__.encode() not in text:
             sleep(0.01)
-            text = _page_of(pid)[len(page) :]
+            text = read_file(_path_of(pid))[sizeof(_Page) :]
         text = text.partition(f" in {_TORCH_LOOP.__name__}".encode())[0]
         frames = [(file, int(line), name) for file, line, name in _FRAME.findall(text.decode("utf-8", "replace"))]
-        if frames := [frame for frame in frames if frame[0] not in _OUR_FILES]:
-            yield unpack_from("=q", page, 8 * _COUNTERS.index("worker"))[0], frames
+        if frames := [frame for frame in frames if not frame[0].startswith(_OUR_FILES)]:
+            yield page.worker, frames
 
 
-def watch_workers(watch: int, watched: set[int]) -> None:
-    """Let workers time their calls from their next fetches on; 0.03 ms each.
-
-    Args:
-        watch: a number of this window, see :func:`worker_calls`; its negative ends it after one such fetch.
-        watched: the workers that have this number already; it adds the others.
-    """
-    for pid in worker_pids():
-        if pid not in watched:
-            # It has not started to count yet, or has ended.
-            with suppress(OSError), open(_path_of(pid), "r+b", buffering=0) as file:  # noqa: PTH123 as in _read
-                file.seek(8 * _COUNTERS.index("watch"))
-                file.write(pack("=q", watch))
-                watched.add(pid)
-
-
-def _page_of(pid: int) -> bytes:
-    """Return the page of a worker; empty if it has none, or has ended."""
-    return _read(_path_of(pid))
+def _page_of(pid: int) -> _Page | None:
+    """Return a copy of the page of a worker; None if it has none, or has ended."""
+    data = read_file(_path_of(pid))
+    return _Page.from_buffer_copy(data) if len(data) >= sizeof(_Page) else None
 
 
 def _path_of(pid: int) -> str:
@@ -289,18 +252,8 @@ def worker_loop(*arguments: Any, **keywords: Any) -> None:
         # Loading works without counters.
         with suppress(Exception):
             bound = inspect.signature(_TORCH_LOOP).bind(*arguments, **keywords).arguments
-            _count(bound, counting)
+            _Counting(bound["worker_id"], bound["dataset"]).start(bound["index_queue"], counting)
         _TORCH_LOOP(*arguments, **keywords)
-
-
-def _count(bound: Mapping[str, Any], counting: ExitStack) -> None:
-    page = _Page()
-    page.begin(bound["worker_id"], type(bound["dataset"]).__name__)
-    counting.enter_context(wrapped(bound["index_queue"], "get", page.waits))
-    for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
-        counting.enter_context(wrapped(fetcher, "fetch", page.fetches))
-    threading.Thread(target=page.look, args=(threading.get_ident(), threading.get_native_id()), daemon=True).start()
-    counting.enter_context(wrapped(_utils.worker.ExceptionWrapper, "__init__", _hidden))
 
 
 def waits_for_lock(call: str) -> bool:
@@ -314,10 +267,8 @@ def waits_for_lock(call: str) -> bool:
 
 def _line(calls: Iterable[Call]) -> str:
     """Return the innermost line of the program, with its function."""
-    for call in calls:
-        code, _, _ = call
-        if not is_library(code.co_filename) and code.co_filename not in _OUR_FILES:
-            return f"{code.co_name} ({Path(code.co_filename).name}:{line_of(call)})"
+    for call in filter(is_program, calls):
+        return f"{call[0].co_name} ({Path(call[0].co_filename).name}:{line_of(call)})"
     return ""
 
 
@@ -325,154 +276,149 @@ def _hidden(link: Link) -> Callable[..., None]:
     """Leave our functions out of the traceback that a worker sends as the message of its exception."""
 
     def init(wrapper: Any, exc_info: Any = None, *arguments: Any, **keywords: Any) -> None:
-        kind, error, traceback = exc_info or sys.exc_info()
-        link.call(wrapper, (kind, error, _without_ours(traceback)), *arguments, **keywords)
+        exc_info = exc_info or sys.exc_info()
+        hide_wrappers(exc_info[1])
+        link.call(wrapper, exc_info, *arguments, **keywords)
 
     return init
 
 
-def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    # A loop: that of a RecursionError is as deep as calls can be.
-    entries: list[TracebackType] = []
-    while traceback is not None:
-        entries.append(traceback)
-        traceback = traceback.tb_next
-    for entry in reversed(entries):
-        if entry.tb_frame.f_code.co_filename not in _OUR_FILES:
-            traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return traceback
+class _Counting:
+    """Counts in this worker, in a file of memory that is gone with the process, however that ends."""
 
-
-class _Page:
-    """The counters of this worker, in a file of memory that is gone with the process, however that ends."""
-
-    def __init__(self) -> None:
+    def __init__(self, worker: int, dataset: Any) -> None:
         # Open as long as the worker lives: the parent finds it among the worker's files.
         file = os.memfd_create(_PAGE)
-        os.ftruncate(file, _PAGE_BYTES)
-        self._bytes = mmap(file, _PAGE_BYTES)
-        self._counts = memoryview(self._bytes).cast("q")
+        os.ftruncate(file, sizeof(_Page))
+        self._page = _Page.from_buffer(mmap(file, sizeof(_Page)))
+        self._page.worker, self._page.dataset = worker, _encoded(type(dataset).__name__, _NAME_BYTES)
         if _STACK_SIGNAL is not None:
             # Stacks follow the page.
-            os.lseek(file, _PAGE_BYTES, os.SEEK_SET)
+            os.lseek(file, sizeof(_Page), os.SEEK_SET)
             faulthandler.register(_STACK_SIGNAL, file, all_threads=False)
-        self._is_fetching = False
-        # The number of the window with times, and the value of ``watch`` for which nothing is left to do.
-        self._number = self._followed = 0
-        self._calls: Calls | None = None
-        self._watching = ExitStack()
+        # The start of the running fetch, 0 outside.
+        self._began_ns = 0
 
-    def begin(self, worker: int, dataset: str) -> None:
-        """Write who this is."""
-        name = dataset.encode()[: _BATCHES_AT - _NAME_AT]
-        self._bytes[_NAME_AT : _NAME_AT + len(name)] = name
-        self._counts[_COUNTERS.index("worker")] = worker
+    def start(self, index_queue: Any, counting: ExitStack) -> None:
+        """Count until the context ends."""
+        counting.enter_context(wrapped(index_queue, "get", self._waits))
+        for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
+            counting.enter_context(wrapped(fetcher, "fetch", self._fetches))
+        counting.enter_context(wrapped(_utils.worker.ExceptionWrapper, "__init__", _hidden))
+        threading.Thread(
+            target=self._look, args=(threading.get_ident(), threading.get_native_id()), daemon=True
+        ).start()
 
-    def look(self, ident: int, thread: int) -> None:
-        """Look now and then whether a thread's fetches wait for a lock, and at which line; then end."""
-        counts, places = self._counts, Counter[str]()
-        looks, waits = _COUNTERS.index("looks"), _COUNTERS.index("lock_waits")
-        # Where the kernel does not tell, nothing is known.
+    def _look(self, ident: int, thread: int) -> None:
+        """Look now and then at the functions of a thread's fetches, and at which line it waits for a lock; then end.
+
+        The time of fetches since the previous look belongs to the functions of this one.
+        """
+        page, places, times = self._page, Counter[str](), dict[str, list[int]]()
+        before_ns = 0
+        switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         with suppress(OSError, ValueError):
-            while counts[looks] < _LOOKS:
-                sleep(_LOOK_S)
-                if not self._is_fetching:
+            chance = Random()  # noqa: S311 its own state, not the program's  # nosec B311
+            while page.looks < _LOOKS:
+                # Looks at equal distances meet work that repeats at the same place each time.
+                sleep(chance.uniform(0.5, 1.5) * _LOOK_S)
+                if not (began_ns := self._began_ns):
                     continue
-                counts[looks] += 1
-                if waits_for_lock(_read(f"/proc/self/task/{thread}/syscall").decode()):
-                    counts[waits] += 1
-                    places[_line(calls_of_thread(ident))] += 1
-                    line = places.most_common(1)[0][0].encode()[:_LOCK_BYTES]
-                    self._bytes[_LOCK_AT:_CALLS_AT] = line.ljust(_LOCK_BYTES, b"\0")
+                calls, now_ns = calls_of_thread(ident), page.fetch_ns + perf_counter_ns() - began_ns
+                if not any(map(_is_fetch, calls)):
+                    # It has ended.
+                    continue
+                page.looks += 1
+                # The first batch opens files and imports modules.
+                if page.batches:
+                    _add(times, list(_functions(calls)), now_ns - (before_ns or page.fetch_ns))
+                    longest = sorted(times.items(), key=lambda item: -item[1][0])[:_MOST_FUNCTIONS]
+                    page.functions = _encoded(json.dumps(dict(longest), ensure_ascii=False), _FUNCTIONS_BYTES)
+                    before_ns = now_ns
+                if waits_for_lock(read_file(f"/proc/self/task/{thread}/syscall").decode()):
+                    page.lock_waits += 1
+                    places[_line(calls)] += 1
+                    page.lock = _encoded(places.most_common(1)[0][0], _NAME_BYTES)
+        # The program's own setting stays.
+        if round(sys.getswitchinterval(), 6) == _SWITCH_S:
+            sys.setswitchinterval(switch_s)
 
-    def waits(self, link: Link) -> Callable[..., Any]:
+    def _waits(self, link: Link) -> Callable[..., Any]:
         """Return a queue's ``get`` that counts the time until it returns."""
-        counts = self._counts
-        waited, since = _COUNTERS.index("queue_wait_ns"), _COUNTERS.index("waits_since_ns")
+        page = self._page
 
         def get(*arguments: Any, **keywords: Any) -> Any:
-            counts[since] = began = perf_counter_ns()
+            __tracebackhide__ = True
+            page.waits_since_ns = began = perf_counter_ns()
             try:
                 return link.call(*arguments, **keywords)
             finally:
-                counts[since] = 0
-                counts[waited] += perf_counter_ns() - began
+                page.waits_since_ns = 0
+                page.queue_wait_ns += perf_counter_ns() - began
 
         return get
 
-    def fetches(self, link: Link) -> Callable[..., Any]:
+    def _fetches(self, link: Link) -> Callable[..., Any]:
         """Return a fetcher's ``fetch`` that counts batches and their time; all counters take about 5 µs per batch."""
-        counts = self._counts
-        batches, wall, cpu, watch = (_COUNTERS.index(name) for name in ("batches", "fetch_ns", "fetch_cpu_ns", "watch"))
+        page, last = self._page, self._page.last
 
         def fetch(fetcher: Any, *arguments: Any, **keywords: Any) -> Any:
-            if counts[watch] != self._followed:
-                self._follow_watch(fetcher, counts[watch])
-            began, cpu_began = perf_counter_ns(), process_time_ns()
-            self._is_fetching = True
+            __tracebackhide__ = True
+            cpu_began = process_time_ns()
+            self._began_ns = began = perf_counter_ns()
             try:
                 with wrapped(fetcher, "collate_fn", self._collates):
-                    if self._calls is None:
-                        return link.call(fetcher, *arguments, **keywords)
-                    return self._calls.run(_FETCH, link.call, fetcher, *arguments, **keywords)
+                    return link.call(fetcher, *arguments, **keywords)
             finally:
-                self._is_fetching = False
+                self._began_ns = 0
                 elapsed = perf_counter_ns() - began
-                counts[cpu] += process_time_ns() - cpu_began
-                counts[wall] += elapsed
-                place = _BATCHES_AT // 8 + 2 * (counts[batches] % _LAST_BATCHES)
-                counts[place], counts[place + 1] = began, elapsed
-                counts[batches] += 1
-                if self._calls is not None:
-                    with suppress(Exception):
-                        self._write_calls(self._calls, fetcher)
+                page.fetch_cpu_ns += process_time_ns() - cpu_began
+                page.fetch_ns += elapsed
+                place = 2 * (page.batches % _LAST_BATCHES)
+                last[place], last[place + 1] = began, elapsed
+                page.batches += 1
 
         return fetch
 
     def _collates(self, link: Link) -> Callable[..., Any]:
-        counts, spent = self._counts, _COUNTERS.index("collate_ns")
-        calls, name = self._calls, name_of(link.below)
+        page = self._page
 
         def collate(*arguments: Any, **keywords: Any) -> Any:
+            __tracebackhide__ = True
             began = perf_counter_ns()
             try:
-                if calls is None:
-                    return link.call(*arguments, **keywords)
-                return calls.run(name, link.call, *arguments, **keywords)
+                return link.call(*arguments, **keywords)
             finally:
-                counts[spent] += perf_counter_ns() - began
+                page.collate_ns += perf_counter_ns() - began
 
         return collate
 
-    def _follow_watch(self, fetcher: Any, watch: int) -> None:
-        """Begin to time calls, for one fetch if the window has ended before it; end it after the window's end."""
-        is_new = abs(watch) != self._number
-        self._number = abs(watch)
-        self._watching.close()
-        self._calls = Calls() if is_new else None
-        if watch > 0 or not is_new:
-            self._followed = watch
-        # Loading works without.
-        with suppress(Exception):
-            if self._calls is not None:
-                self._watching.enter_context(timed_calls(self._calls, fetcher.dataset, fetcher.collate_fn))
 
-    def _write_calls(self, calls: Calls, fetcher: Any) -> None:
-        """Write the times of all calls; what the fetch itself takes is the data set's."""
-        calls.drop_cheap(_FETCH)
-        times = {name: list(parts) for name, parts in calls.times.items()}
-        batches, own_ns, fetch_ns = times.pop(_FETCH)
-        collate_ns = times.get(name_of(fetcher.collate_fn), [0, 0, 0])[2]
-        method = "__getitems__" if getattr(fetcher.dataset, "__getitems__", None) else "__getitem__"
-        method = "__iter__" if isinstance(fetcher, _IterableDatasetFetcher) else method
-        label = f"{type(fetcher.dataset).__name__}.{method}"
-        # Not timed where it is not a function in Python.
-        whole = [0, own_ns, own_ns] if label in times else [batches, own_ns, fetch_ns - collate_ns]
-        times[label] = [sum(parts) for parts in zip(times.get(label, [0, 0, 0]), whole, strict=True)]
-        longest = sorted(times.items(), key=lambda item: -item[1][1])[:_MOST_CALLS]
-        found = {_FETCH: [batches, 0, fetch_ns], **{name[:_LONGEST_NAME]: parts for name, parts in longest}}
-        text = json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")[: _PAGE_BYTES - _CALLS_AT]
-        watched, size = (_COUNTERS.index(name) for name in ("calls_watch", "calls_bytes"))
-        self._counts[size] = 0
-        self._bytes[_CALLS_AT : _CALLS_AT + len(text)] = text
-        self._counts[watched], self._counts[size] = self._number, len(text)
+def _functions(calls: Iterable[Call]) -> Iterator[str]:
+    """Yield the program's functions in a fetch, innermost first, and of libraries what a program would name."""
+    inside = [call for call in takewhile(lambda call: not _is_fetch(call), calls) if not _is_ours(call)]
+    for call in inside:
+        name = call[0].co_name
+        # Lambdas and comprehensions are of the function that runs them.
+        if name in _METHODS or call is inside[-1] or (is_program(call) and not name.startswith("<")):
+            yield qualified_name(call[0])[:_LONGEST_NAME]
+
+
+def _is_fetch(call: Call) -> bool:
+    return bool(call[2].get("__name__") == _FETCH)
+
+
+def _is_ours(call: Call) -> bool:
+    return call[0].co_filename.startswith(_OUR_FILES)
+
+
+def _add(times: dict[str, list[int]], names: list[str], ns: int) -> None:
+    """Add time to the functions of a look: self time to the innermost one, total time to each."""
+    for name in {*names} or {"fetch"}:
+        times.setdefault(name, [0, 0])[1] += ns
+    times[names[0] if names else "fetch"][0] += ns
+
+
+def _encoded(text: str, most: int) -> bytes:
+    return text.encode("utf-8", "replace")[:most]

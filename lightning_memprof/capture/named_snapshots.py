@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
 import torch
 
 from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.artifacts.series import RegionRow, columns_of, encode_rows
-from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, peak_rss_bytes
+from lightning_memprof.capture.sources.memory import memory_stats, peak_rss_bytes
 from lightning_memprof.logs import logger_of
 
 if TYPE_CHECKING:
@@ -38,9 +39,7 @@ class NamedSnapshots:
 
     def take(self, name: str, point: Literal["snapshot", "start", "end"], position: Position | None) -> None:
         """Record one row now."""
-        resident = ResidentSize()
-        rss = resident.read()
-        resident.close()
+        rss = int(psutil.Process().memory_info().rss)
         row = columns_of(
             RegionRow(
                 name=name,

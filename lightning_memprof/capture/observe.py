@@ -118,6 +118,46 @@ def original_of(method: Any) -> Any:
     return method
 
 
+class StandIn:
+    """Stands for a function: calls go to another one; all else, its copies and its pickles are the function's."""
+
+    __slots__ = ("call", "function")
+
+    def __init__(self, function: Any, call: Callable[..., Any]) -> None:
+        _FUNCTION.__set__(self, function)
+        _CALL.__set__(self, call)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the other function."""
+        __tracebackhide__ = True
+        return _CALL.__get__(self)(*arguments, **keywords)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__reduce_ex__":
+            return object.__getattribute__(self, name)
+        return getattr(_FUNCTION.__get__(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_FUNCTION.__get__(self), name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(_FUNCTION.__get__(self) == (_FUNCTION.__get__(other) if type(other) is StandIn else other))
+
+    def __hash__(self) -> int:
+        return hash(_FUNCTION.__get__(self))
+
+    def __repr__(self) -> str:
+        return repr(_FUNCTION.__get__(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return operator.getitem, ((_FUNCTION.__get__(self),), 0)
+
+
+# The attributes that are not the function's.
+_FUNCTION: Final = vars(StandIn)["function"]
+_CALL: Final = vars(StandIn)["call"]
+
+
 @contextmanager
 def gc_callback(call: Callable[[str, dict[str, int]], None]) -> Iterator[None]:
     """Call a function at the start and the stop of each garbage collection of this process while the context is open.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_memprof.schedule import Action, Schedule, Window, plan_window
 
 if TYPE_CHECKING:
-    from lightning_memprof.capture.base import Position, StepRecord
+    from lightning_memprof.capture.base import Position
 
 _RECORDING: Final = (Action.RECORD, Action.RECORD_AND_SAVE)
 _NEW_EPOCH: Final = "a new epoch began"
@@ -33,69 +33,6 @@ class WindowRequest:
     active: int
     step: int | None = None
     leaks: bool = False
-
-    def window(self, index: int, step: int) -> Window:
-        """Return the window if it opens at ``step``."""
-        first = step + self.warmup
-        return Window(index, tuple(range(step, first)), tuple(range(first, first + self.active)))
-
-
-class RequestSource(Protocol):
-    """Makes window requests during the run.
-
-    Attributes:
-        due_ns: reading of ``time.perf_counter_ns`` from which on ``before_step`` is called.
-    """
-
-    due_ns: int
-
-    @property
-    def watched(self) -> Sequence[object]:
-        """Whatever needs ``after_step``; it is not called while this is empty."""
-
-    def before_step(self, step: int) -> Iterable[WindowRequest]:
-        """Return the new requests at ``step``."""
-
-    def after_step(self, record: StepRecord) -> None:
-        """Inspect a finished step."""
-
-
-class RequestQueue:
-    """Combines requested windows with the schedule's; one window is open at a time.
-
-    A window that has opened runs to its end: a requested one waits until the schedule's has closed, and a scheduled one
-    that would start inside a requested one starts after it with the steps that are left.
-
-    Attributes:
-        pending: requests whose windows have not opened, oldest first.
-        open: the request whose window is open or at its last step.
-    """
-
-    def __init__(self) -> None:
-        self.pending: deque[WindowRequest] = deque()
-        self.open: WindowRequest | None = None
-        self._passed = 0
-
-    def turn(self, step: int, scheduled: Action) -> tuple[Action, WindowRequest | None]:
-        """Return the action at ``step``, and the request whose window opens at it; call it once a step."""
-        if self.open is not None:
-            self._passed += 1
-            if self._passed < self.open.warmup + self.open.active:
-                return self._action(self.open), None
-            self.open = None
-        if scheduled is Action.NONE:
-            due = next((request for request in self.pending if request.step is None or request.step <= step), None)
-            if due is not None:
-                self.pending.remove(due)
-                self.open, self._passed = due, 0
-                return self._action(due), due
-        return scheduled, None
-
-    def _action(self, request: WindowRequest) -> Action:
-        if self._passed < request.warmup:
-            return Action.WARMUP
-        is_last = self._passed == request.warmup + request.active - 1
-        return Action.RECORD_AND_SAVE if is_last else Action.RECORD
 
 
 class Turn(NamedTuple):
@@ -120,7 +57,10 @@ _QUIET_STEPS: Final = 64
 
 
 class WindowPlanner:
-    """Decides at each step whether a window opens or closes.
+    """Decides at each step whether a window opens or closes, by the schedule and the requests; one is open at a time.
+
+    A window that has opened runs to its end: a requested one waits until the schedule's has closed, and a scheduled one
+    that would start inside a requested one starts after it with the steps that are left.
 
     Args:
         schedule: decides by ``Position.schedule_step``; called once a step, with one look-ahead for :class:`Schedule`.
@@ -128,7 +68,10 @@ class WindowPlanner:
 
     def __init__(self, schedule: Callable[[int], Action]) -> None:
         self._schedule = schedule
-        self._requests = RequestQueue()
+        self._pending: deque[WindowRequest] = deque()
+        # The request whose window is open or at its last step, and the steps of that window so far.
+        self._open: WindowRequest | None = None
+        self._passed = 0
         self._action = Action.NONE
         self._last_step: int | None = None
         self._window: Window | None = None
@@ -144,22 +87,21 @@ class WindowPlanner:
 
     @property
     def pending(self) -> tuple[WindowRequest, ...]:
-        """Requests whose windows have not opened."""
-        return tuple(self._requests.pending)
+        """Requests whose windows have not opened, oldest first."""
+        return tuple(self._pending)
 
     def request(self, request: WindowRequest) -> None:
         """Add a request, before the turn of its step."""
-        self._requests.pending.append(request)
+        self._pending.append(request)
 
     def is_quiet(self, schedule_step: int) -> bool:
         """Whether nothing happens at a step; then the turn may be left out."""
-        requests = self._requests
-        return schedule_step in self._quiet and not requests.pending and requests.open is None
+        return schedule_step in self._quiet and not self._pending and self._open is None
 
     def turn(self, position: Position) -> Turn:
         """Return what happens where the step at ``position`` begins."""
         scheduled = self._scheduled(position.schedule_step)
-        action, request = self._requests.turn(position.step, scheduled)
+        action, request = self._with_requests(position.step, scheduled)
         closes, cut_by = self._closes(position.schedule_step, action, request)
         if closes:
             self._window = None
@@ -171,6 +113,25 @@ class WindowPlanner:
         if action is Action.NONE and self._window is None:
             self._quiet = self._quiet_from(position.schedule_step)
         return Turn(action, closes, cut_by, opens, request)
+
+    def _with_requests(self, step: int, scheduled: Action) -> tuple[Action, WindowRequest | None]:
+        """Return the action at ``step``, and the request whose window opens at it."""
+        opens = None
+        if self._open is not None:
+            self._passed += 1
+            if self._passed >= self._open.warmup + self._open.active:
+                self._open = None
+        if self._open is None and scheduled is Action.NONE:
+            due = (request for request in self._pending if request.step is None or request.step <= step)
+            if (opens := next(due, None)) is not None:
+                self._pending.remove(opens)
+                self._open, self._passed = opens, 0
+        if (request := self._open) is None:
+            return scheduled, None
+        if self._passed < request.warmup:
+            return Action.WARMUP, opens
+        is_last = self._passed == request.warmup + request.active - 1
+        return Action.RECORD_AND_SAVE if is_last else Action.RECORD, opens
 
     def _scheduled(self, step: int) -> Action:
         action = self._schedule(step)
@@ -195,7 +156,7 @@ class WindowPlanner:
             return False, None
         if self._action is Action.RECORD_AND_SAVE or request is not None:
             return True, None
-        if self._requests.open is not None:
+        if self._open is not None:
             return False, None
         if self._last_step is not None and schedule_step <= self._last_step:
             return True, _NEW_EPOCH
@@ -204,7 +165,8 @@ class WindowPlanner:
 
     def _next_window(self, position: Position, request: WindowRequest | None) -> Window:
         if request is not None:
-            return request.window(self.windows, position.step)
+            steps = tuple(range(position.step, position.step + request.warmup + request.active))
+            return Window(self.windows, steps[: request.warmup], steps[request.warmup :])
         if isinstance(self._schedule, Schedule):
             return plan_window(self._schedule, position.schedule_step, step=position.step, index=self.windows)
         # A user's function may count its calls: it is called once a step and never ahead.

@@ -6,17 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-
-from lightning_memprof.artifacts.manifest import OverheadFacts
+from lightning_memprof.artifacts.manifest import EndRow, NoteRow, OverheadFacts, WindowRow
 from lightning_memprof.artifacts.series import PHASES, PROFILER
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, Position, RunContext, SkipWindow, StepRecord
 from lightning_memprof.capture.clock import StepClock
-from lightning_memprof.capture.planner import RequestSource, Turn, WindowPlanner
+from lightning_memprof.capture.planner import Turn, WindowPlanner
 from lightning_memprof.capture.room import with_room
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
+from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.capture.watchdog import Watchdog
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.logs import logger_of
@@ -56,10 +55,10 @@ class Session:
         schedule: Callable[[int], Action],
         collectors: Sequence[Collector],
         window_closed: WindowClosed = lambda *_: None,
-        requests: RequestSource | None = None,
+        requests: TriggerWatch | None = None,
     ) -> None:
         times_device = any(collector.times_device for collector in collectors)
-        self.clock = StepClock(run.timer if times_device else None)
+        self.clock = run.clock = StepClock(run.timer if times_device else None)
         self._marking = self.clock.slot(PROFILER, PHASES.index("other"))
         self._run = run
         self._collectors = tuple(collectors)
@@ -74,18 +73,6 @@ class Session:
         self._pulse_cpu_ns = self._timed_steps = 0
         self._collectors_ns: dict[str, int] = {}
         self._steps = 0
-        self._progress = run.progress
-        self._progress.clock = self.clock
-
-    @property
-    def window(self) -> Window | None:
-        """The open window."""
-        return self._recording.window if self._recording is not None else None
-
-    @property
-    def position(self) -> Position | None:
-        """Where the current step began, or None between steps."""
-        return self._progress.position
 
     def reschedule(self, schedule: Callable[[int], Action]) -> None:
         """Replace the schedule before the first step."""
@@ -105,13 +92,13 @@ class Session:
         weight = 1 if steps < _TIMED_STEPS else 0 if steps % _TIMED_EVERY else _TIMED_EVERY
         cpu_ns = self._cpu_ns() if weight else 0
         began = self._end_step()
-        progress, requests = self._progress, self._requests
+        run, requests = self._run, self._requests
         if requests is not None and began >= requests.due_ns:
             for request in requests.before_step(position.step):
                 self._planner.request(request)
         if self._recording is None and self._planner.is_quiet(position.schedule_step):
             # Most steps of a run.
-            progress.position, progress.point = position, Point.STEP_START
+            run.position, run.point = position, Point.STEP_START
             self.clock.start()
             if weight:
                 self._add_pulse(weight, self.clock.start_ns - began, cpu_ns)
@@ -131,7 +118,7 @@ class Session:
             spent_ns = time.perf_counter_ns() - began
             self._windows_ns += spent_ns
             self._run.note_pause(spent_ns)
-        progress.position, progress.point = position, Point.STEP_START
+        run.position, run.point = position, Point.STEP_START
         if self._recording is not None:
             self.mark(Point.STEP_START)
         self.clock.start()
@@ -140,17 +127,17 @@ class Session:
 
     def unusual(self) -> None:
         """Note that the current step contains more than a step, a validation for instance."""
-        self._progress.is_usual = False
+        self._run.is_usual = False
 
     def validation_batch(self) -> None:
         """Note that a batch of a validation inside fit begins."""
-        if self._progress.validation_batch is not None:
-            self._progress.validation_batch()
+        if self._run.validation_batch is not None:
+            self._run.validation_batch()
 
     def rare_action(self, action: str | None) -> None:
         """Note that an action that is not part of every step starts, or with None that it ends."""
-        if self._progress.rare_action is not None:
-            self._progress.rare_action(action)
+        if self._run.rare_action is not None:
+            self._run.rare_action(action)
 
     def mark(self, point: Point, *, at_ns: int | None = None) -> None:
         """Pass the mark of ``point`` in the current step to the collectors of the open window.
@@ -159,8 +146,8 @@ class Session:
             point: the place inside the step.
             at_ns: reading of ``time.perf_counter_ns``; None is now.
         """
-        self._progress.point = point
-        position = self._progress.position
+        self._run.point = point
+        position = self._run.position
         if self._recording is None or position is None:
             return
         began = time.perf_counter_ns()
@@ -177,11 +164,11 @@ class Session:
 
     def marking(self, point: Point) -> Callable[[], None]:
         """Return :meth:`mark` of one point, for every step of a run."""
-        progress = self._progress
+        run = self._run
 
         def mark() -> None:
             if self._recording is None:
-                progress.point = point
+                run.point = point
             else:
                 self.mark(point)
 
@@ -195,23 +182,23 @@ class Session:
         """
         # Every part runs, also if Ctrl-C interrupts another.
         with ExitStack() as parts:
+            parts.callback(self._run.resident.close)
             parts.callback(self._followers.close)
             parts.callback(self._list_pending)
             parts.callback(self._close_last_window, reason or "the run ended")
             parts.callback(self._end_last_step)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EndRow:
         """Return the number of steps, the peak RSS and the profiler overhead, for the manifest's last row."""
-        apart = self._progress.apart_ns
+        apart = self._run.apart_ns
         spent = {name: self._collectors_ns.get(name, 0) + apart.get(name, 0) for name in self._collectors_ns | apart}
         overhead = OverheadFacts(
             pulse_ns=self._pulse_ns,
             pulse_cpu_ns=self._pulse_cpu_ns * self._steps // self._timed_steps if self._timed_steps else None,
-            windows_ns=self._windows_ns + self._progress.charged_ns,
+            windows_ns=self._windows_ns + self._run.charged_ns,
             collectors_ns=spent,
         )
-        peak = peak_rss_bytes(0)
-        return {"steps": self._steps, "peak_rss_bytes": peak, "overhead": msgspec.structs.asdict(overhead)}
+        return EndRow(steps=self._steps, peak_rss_bytes=peak_rss_bytes(0), overhead=overhead)
 
     def _add_pulse(self, weight: int, wall_ns: int, cpu_ns: int) -> None:
         """Add the pulse's time between two steps; ``cpu_ns`` is the CPU time when it began."""
@@ -221,12 +208,12 @@ class Session:
 
     def _cpu_ns(self) -> int:
         """Return the thread's CPU time, without that of collectors, which is charged separately. Costs 0.5 µs."""
-        return time.thread_time_ns() - self._progress.charged_ns
+        return time.thread_time_ns() - self._run.charged_ns
 
     def _end_step(self) -> int:
         """End the current step, if there is one; return the time from which on nothing is counted yet."""
-        progress = self._progress
-        position = progress.position
+        run = self._run
+        position = run.position
         if position is None:
             return time.perf_counter_ns()
         start = self.clock.start_ns
@@ -237,28 +224,28 @@ class Session:
             position.step,
             position.global_step,
             position.epoch,
-            progress.window,
+            run.window,
             start + self._run.unix_offset_ns,
             now - start,
             times,
             moments,
-            progress.is_usual,
+            run.is_usual,
         )
-        progress.is_usual = True
-        charged = progress.charged_ns
+        run.is_usual = True
+        charged = run.charged_ns
         self._followers.step(record)
-        uncounted = now + progress.charged_ns - charged
+        uncounted = now + run.charged_ns - charged
         if self._requests is not None and self._requests.watched:
             self._requests.after_step(record)
         if self._recording is None:
-            progress.position = None
+            run.position = None
             return uncounted
         began = time.perf_counter_ns()
         self._pulse_ns += began - uncounted
         try:
             self.mark(Point.STEP_END, at_ns=now)
         finally:
-            progress.position = None
+            run.position = None
         return time.perf_counter_ns()
 
     def _end_last_step(self) -> None:
@@ -271,22 +258,22 @@ class Session:
         if turn.request is not None:
             message = f"window {window.index} was requested for {format_steps(window.active)}: {turn.request.cause}"
             log.info("%s", message)
-            manifest.append("note", collector="triggers", message=message)
-            self._progress.holders_asked = turn.request.leaks
+            manifest.append(NoteRow(collector="triggers", message=message))
+            self._run.holders_asked = turn.request.leaks
             if turn.request.leaks and not any(collector.name == "holders" for collector in self._collectors):
                 note = "the request asks for holders of growing memory: add the collector Holders to the callback"
                 log.warning("%s", note)
-                manifest.append("note", collector="triggers", message=note)
+                manifest.append(NoteRow(collector="triggers", message=note))
         elif window.active:
             if turn.action is Action.WARMUP:
                 log.info("window %d warms up in %s", window.index, format_steps(window.warmup))
         else:
             log.info("window %d opens at step %d", window.index, position.step)
-        manifest.append(
-            "window", window=window.index, event="open", warmup_steps=window.warmup, active_steps=window.active
-        )
+        row = WindowRow(window=window.index, event="open")
+        row.warmup_steps, row.active_steps = list(window.warmup), list(window.active)
+        manifest.append(row)
         self._recording = _Recording(self._run, window, self._collectors_ns)
-        self._progress.window = window.index
+        self._run.window = window.index
         self._recording.open(self._collectors)
 
     def _close_last_window(self, reason: str) -> None:
@@ -297,40 +284,34 @@ class Session:
 
     def _close_window(self, reason: str | None, *, truncated: bool) -> None:
         recording, self._recording = self._recording, None
-        self._progress.window = None
+        self._run.window = None
         if recording is None:
             return
         try:
             recording.close()
         finally:
-            self._run.sink.manifest.append(
-                "window",
-                window=recording.window.index,
-                event="close",
-                steps=recording.steps,
-                truncated=truncated,
-                reason=reason if truncated else None,
-            )
+            row = WindowRow(window=recording.window.index, event="close", steps=recording.steps, truncated=truncated)
+            row.reason = reason if truncated else None
+            self._run.sink.manifest.append(row)
         self._window_closed(recording.window.index, recording.steps, reason)
 
     def _list_pending(self) -> None:
         for request in self._planner.pending:
-            self._run.sink.manifest.append(
-                "note", collector="triggers", message=f"the run ended before a window could open: {request.cause}"
-            )
+            message = f"the run ended before a window could open: {request.cause}"
+            self._run.sink.manifest.append(NoteRow(collector="triggers", message=message))
 
 
-class _Followers:
-    """The collectors that follow the whole run, while they are open.
+class _Followers(ExitStack):
+    """The collectors that follow the whole run, while they are open; left in reverse order.
 
     Args:
         run: passed to the collectors.
     """
 
     def __init__(self, run: RunContext) -> None:
+        super().__init__()
         self._run = run
         self._faults = run.faults
-        self._open: dict[str, AbstractContextManager[OnStep | None]] = {}
         self._on_step: list[tuple[str, OnStep]] = []
 
     def open(self, collectors: Sequence[Collector]) -> None:
@@ -345,7 +326,8 @@ class _Followers:
             try:
                 follow = collector.follow(self._run)
                 on_step = follow.__enter__()
-                self._open[collector.name] = follow
+                self.enter_context(self._faults.caught(collector.name, "exit"))
+                self.callback(follow.__exit__, None, None, None)
                 self._on_step += [] if on_step is None else [(collector.name, on_step)]
             except ConfigError:
                 raise
@@ -361,14 +343,6 @@ class _Followers:
                     on_step(record)
                 except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
                     self._faults.report(name, "mark", None, error)
-
-    def close(self) -> None:
-        """Leave the collectors, in reverse order."""
-        with ExitStack() as stack:
-            for name, follow in self._open.items():
-                stack.enter_context(self._faults.caught(name, "exit"))
-                stack.callback(follow.__exit__, None, None, None)
-            self._open, self._on_step = {}, []
 
 
 class _Recording:
@@ -467,4 +441,3 @@ def _remove_old_windows(run: RunContext, newest: int) -> None:
         windows = {artifact.window for artifact in list(run.sink.artifacts) if artifact.window is not None}
         for window in sorted(window for window in windows if window <= newest)[:-keep]:
             run.sink.remove_window(window, f"keep_windows is {keep}")
-            run.ledger.removed(window)

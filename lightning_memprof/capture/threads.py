@@ -6,7 +6,6 @@ import ctypes
 import gc
 import linecache
 import operator
-import os
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from lightning_memprof.artifacts.secrets import masking
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
 from lightning_memprof.capture.sources.assignments import is_library
+from lightning_memprof.capture.sources.proc import OpenFile, read_file
 from lightning_memprof.capture.sources.user_hooks import hook_name
 from lightning_memprof.packages import PACKAGES
 
@@ -102,6 +102,13 @@ def line_of(call: Call) -> int:
     return next(lines, code.co_firstlineno)
 
 
+def is_program(call: Call) -> bool:
+    """Return whether a function is the program's: not this package's, a library's, or made from text."""
+    code, _, names = call
+    is_ours = str(names.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]
+    return not is_ours and not code.co_filename.startswith("<") and not is_library(code.co_filename)
+
+
 def _uninterrupted(steps: Iterable[_T]) -> list[_T]:
     """Return what an iterator in C yields; no other thread runs meanwhile.
 
@@ -121,14 +128,11 @@ def _uninterrupted(steps: Iterable[_T]) -> list[_T]:
         next(enable, None)
 
 
-class CoreWait:
+class CoreWait(OpenFile):
     """Reads how long the calling thread is ready to run but waits for a core; 1 µs on Linux, from one open file."""
 
     def __init__(self) -> None:
-        try:
-            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._fd = -1
+        super().__init__("/proc/thread-self/schedstat")
         self._before_ns = self._total_ns() or 0
 
     def read(self) -> int | None:
@@ -139,41 +143,23 @@ class CoreWait:
         waited_ns, self._before_ns = total_ns - self._before_ns, total_ns
         return waited_ns
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def _total_ns(self) -> int | None:
-        if self._fd < 0:
-            return None
-        ran, waited, _ = os.pread(self._fd, 96, 0).split()
+        ran, waited, *_ = self.content().split() or (b"0", b"0")
         # A kernel that does not count writes zeros; this thread has run.
         return int(waited) if ran != b"0" else None
 
 
-class _BusyClock:
+class _BusyClock(OpenFile):
     """Reads how long the thread that makes it has run or was ready to run, from another thread; 2 µs on Linux."""
 
     def __init__(self) -> None:
-        self._fd, self._clock = -1, 0
-        with suppress(OSError, AttributeError):
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
-            self._fd = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if sys.platform == "linux" else 0
 
     def read(self) -> int | None:
         """Return the nanoseconds, None where the kernel does not count them."""
-        if self._fd < 0:
-            return None
-        _, waited, _ = os.pread(self._fd, 96, 0).split()
-        return time.clock_gettime_ns(self._clock) + int(waited)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        times = self.content().split()
+        return time.clock_gettime_ns(self._clock) + int(times[1]) if times else None
 
 
 class ThreadTimes:
@@ -217,10 +203,8 @@ def _named(thread: threading.Thread) -> str:
 
 def _scheduled(thread: int) -> tuple[int, int]:
     """Return how long a thread of this process has run and waited for a core, in ns; 0 where that is unknown."""
-    with suppress(OSError, ValueError):
-        ran, waited, _ = map(int, Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split())
-        return ran, waited
-    return 0, 0
+    ran, waited, *_ = map(int, read_file(f"/proc/self/task/{thread}/schedstat").split() or (b"0", b"0"))
+    return ran, waited
 
 
 class _Kind(Enum):
@@ -293,11 +277,11 @@ class LineSampler:
         mask = masking()
         return [
             LineRow(
-                functions=[_qualified(code) if code is not None else MODULE_CALL for code in at.functions],
+                functions=[qualified_name(code) if code is not None else MODULE_CALL for code in at.functions],
                 place=f"{Path(at.file).name}:{at.line}",
                 source=mask(linecache.getline(at.file, at.line).strip()[:_MOST_SOURCE]) or None,
-                called=_qualified(at.called) if at.called else None,
-                inside=_qualified(at.inside) if at.inside else None,
+                called=qualified_name(at.called) if at.called else None,
+                inside=qualified_name(at.inside) if at.inside else None,
                 looks=self._looks[at],
                 ns=ns,
                 asleep_ns=max(self._asleep[at], 0) if at in self._asleep else None,
@@ -356,12 +340,11 @@ class LineSampler:
         elif package == __name__.partition(".")[0]:
             kind = _Kind.OURS
         else:
-            is_program = not code.co_filename.startswith("<") and not is_library(code.co_filename)
-            kind = _Kind.PROGRAM if is_program else _Kind.LIBRARY
+            kind = _Kind.PROGRAM if is_program((code, 0, names)) else _Kind.LIBRARY
         self._kinds[code] = kind
         return kind
 
 
-def _qualified(code: CodeType) -> str:
+def qualified_name(code: CodeType) -> str:
     """Return the name of a function, with its class where Python knows it."""
     return code.co_qualname.rpartition("<locals>.")[2] if sys.version_info >= (3, 11) else code.co_name

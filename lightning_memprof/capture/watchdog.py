@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+from lightning_memprof.capture.sources.proc import handles_signal
 from lightning_memprof.logs import logger_of
 
 log = logger_of(__name__)
@@ -20,7 +20,6 @@ Result = TypeVar("Result")
 _CHECKS: Final = 4
 _LONGEST_SLEEP: Final = 30.0
 _DELIVERED_WITHIN: Final = 1.0
-_STATUS: Final = Path("/proc/self/status")
 
 
 class CollectorHungError(RuntimeError):
@@ -143,16 +142,6 @@ def _free_signal() -> int | None:
     if not hasattr(signal, "SIGRTMIN"):
         return None
     for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
-        if signal.getsignal(number) is signal.SIG_DFL and not caught_elsewhere(number):
+        if signal.getsignal(number) is signal.SIG_DFL and not handles_signal(number):
             return number
     return None
-
-
-def caught_elsewhere(number: int) -> bool:
-    """Return whether C code handles the signal, `faulthandler.register` for instance, which Python does not show."""
-    try:
-        status = _STATUS.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)

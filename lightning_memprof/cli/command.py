@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import logging
 import signal
@@ -14,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Final, Literal, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
-from lightning_memprof.errors import ConfigError, ReportError
+from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import printable
 
 if TYPE_CHECKING:
@@ -116,12 +115,10 @@ def write_document(
 
         sys.stdout.write(sections_to_markdown(document) if is_part else to_markdown(document, is_full=is_full))
     else:
-        from lightning_memprof.report.printers.terminal import print_document, print_sections
+        from lightning_memprof.report.printers.terminal import print_page
+        from lightning_memprof.report.printers.text import full_page, sections_page, short_page
 
-        if is_part:
-            print_sections(document)
-        else:
-            print_document(document, is_full=is_full)
+        print_page(sections_page if is_part else full_page if is_full else short_page, document)
 
 
 def open_in_browser(address: str, noun: str = "address") -> None:
@@ -131,33 +128,20 @@ def open_in_browser(address: str, noun: str = "address") -> None:
 
 
 @contextmanager
-def opened_run(target: str) -> Iterator[Run]:
-    """Read a run; the files of a run at a URL are local while the context is open.
+def opened_target(*names: str) -> Iterator[Run | Targets]:
+    """Read a run, or find the traces and snapshots of targets without one; a run at a URL is local in the context.
 
     Raises:
-        ArtifactError: there is no run, or it is unreadable.
+        ArtifactError: there is none of these, or it is unreadable.
     """
     from msgspec.structs import replace
 
-    from lightning_memprof.read.run.fetch import local_run
+    from lightning_memprof.read.run.fetch import LocalRun
     from lightning_memprof.read.run.load import load_run
+    from lightning_memprof.report.opened import located
 
-    with local_run(target) as found:
-        yield replace(load_run(found.path), url=found.url)
-
-
-@contextmanager
-def opened_target(target: str) -> Iterator[Run | Targets]:
-    """Read a run as :func:`opened_run` does, or find the traces and snapshots of a target without one."""
-    from lightning_memprof.read.run.targets import find_targets
-
-    if "://" not in target:
-        targets = find_targets([Path(target)])
-        if targets.run is None:
-            yield targets
-            return
-    with opened_run(target) as run:
-        yield run
+    with located(names) as found:
+        yield replace(load_run(found.path), url=found.url) if isinstance(found, LocalRun) else found
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
@@ -207,23 +191,6 @@ def _resolved(path: Path) -> Path | None:
         return path.resolve()
     except (OSError, RuntimeError, ValueError):
         return None
-
-
-class ClosedOutput(io.TextIOBase):
-    """Standard output after the caller closed it (``>&-``), where Python sets ``sys.stdout`` to None."""
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The encoding that the terminal printer asks for before it writes."""
-        return "utf-8"
-
-    def write(self, text: str, /) -> NoReturn:  # noqa: ARG002 the signature of the base class
-        """Refuse to write.
-
-        Raises:
-            ReportError: always.
-        """
-        raise ReportError("standard output is closed; redirect it to a file or to /dev/null")
 
 
 @contextmanager

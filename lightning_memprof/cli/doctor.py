@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import psutil
 from jsonargparse import Namespace
 
 from lightning_memprof import __version__
@@ -33,18 +29,14 @@ if TYPE_CHECKING:
 State = Literal["ok", "no", "broken"]
 
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
-_STYLES: Final[dict[State, str]] = {"ok": "green", "no": "bright_black", "broken": "bold red"}
-
-
-def _execute(options: Namespace) -> int:  # noqa: ARG001 it has no options
-    return doctor()
-
-
-COMMAND: Final = Command(
-    summary="check this machine: versions and available collectors",
-    description="Check this machine: installed versions, and the collectors available here.",
-    execute=_execute,
+# A package, its module, and the state where that cannot be imported.
+_MODULES: Final[tuple[tuple[str, str, State], ...]] = (
+    ("torch", "torch", "broken"),
+    ("lightning", "lightning.pytorch", "broken"),
+    ("tensorboard", "tensorboard", "no"),
+    ("torch-tb-profiler", "torch_tb_profiler.plugin", "no"),
 )
+_STYLES: Final[dict[State, str]] = {"ok": "green", "no": "bright_black", "broken": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -56,12 +48,8 @@ class Check:
     text: str
 
 
-def doctor() -> int:
-    """Check this machine and print the result.
-
-    Returns:
-        0, or 1 where a requirement does not work.
-    """
+def _execute(options: Namespace) -> int:  # noqa: ARG001 it has no options
+    """Check this machine and print the result; exit code 1 where a requirement does not work."""
     from lightning_memprof.report.printers.terminal import print_lines
 
     with counting("checking this machine"):
@@ -75,13 +63,19 @@ def doctor() -> int:
     return 0
 
 
+COMMAND: Final = Command(
+    summary="check this machine: versions and available collectors",
+    description="Check this machine: installed versions, and the collectors available here.",
+    execute=_execute,
+)
+
+
 def diagnose() -> dict[str, list[Check]]:
     """Return the checks by group; imports torch and Lightning where they are installed."""
     return {
         "Versions": list(_versions()),
-        "This machine": list(_machine()),
+        "This machine": [_accelerator()],
         "Lightning": list(_lightning()),
-        "TensorBoard": [_profiler_tab()],
         "Collectors": list(_collectors()),
     }
 
@@ -99,75 +93,34 @@ def _lines(check: Check) -> list[Line]:
 def _versions() -> Iterator[Check]:
     yield Check("lightning-memprof", "ok", __version__)
     yield Check("python", "ok", f"{platform.python_version()}  {sys.executable}")
-    for package, module in (("torch", "torch"), ("lightning", "lightning.pytorch")):
-        failure = _failure(partial(importlib.import_module, module))
-        yield Check(package, "broken" if failure else "ok", failure or _version(package))
-    for package in ("tensorboard", "torch-tb-profiler", "psutil"):
-        found = _version(package)
-        yield Check(package, "ok" if found else "no", found or f"not installed: pip install {package}")
+    for package, module, failed in _MODULES:
+        try:
+            importlib.import_module(module)
+            yield Check(package, "ok", metadata.version(package))
+        except Exception as error:  # noqa: BLE001 a broken package can raise anything when it is imported
+            yield Check(package, failed, _one_line(error))
 
 
-def _machine() -> Iterator[Check]:
+def _accelerator() -> Check:
     try:
-        yield Check("accelerator", *_accelerator(importlib.import_module("torch")))
+        torch = importlib.import_module("torch")
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None:
+            return Check("accelerator", "no", f"none for torch {torch.__version__}; models train on the CPU")
+        text = f"{torch.accelerator.device_count()} x {device.type}"
+        if device.type == "cuda":
+            memory = format_bytes(torch.cuda.get_device_properties(0).total_memory)
+            text = f"{torch.accelerator.device_count()} x {torch.cuda.get_device_name(0)}, {memory}"
     except Exception as error:  # noqa: BLE001 a broken driver or a broken torch is a result
-        yield Check("accelerator", "no", f"unknown: {_one_line(error)}")
-    yield Check("processors", "ok", f"{_processors()} of {os.cpu_count()} for this process")
-    yield Check("memory", "ok", f"{format_bytes(psutil.virtual_memory().total)}; {_memory_limit()}")
-    try:
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(b"\0")
-            file.flush()
-            folder = Path(file.name).parent
-        yield Check("temporary files", "ok", f"{folder}, {format_bytes(shutil.disk_usage(folder).free)} free")
-    except OSError as error:
-        yield Check("temporary files", "broken", f"{error}; set TMPDIR to a writable directory")
-
-
-def _accelerator(torch: Any) -> tuple[State, str]:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return "no", f"none for torch {torch.__version__}; models train on the CPU"
-    count = torch.accelerator.device_count()
-    if device.type != "cuda":
-        return "ok", f"{count} x {device.type}"
-    memory = format_bytes(torch.cuda.get_device_properties(0).total_memory)
-    return "ok", f"{count} x {torch.cuda.get_device_name(0)}, {memory}"
-
-
-def _processors() -> str:
-    try:
-        from lightning_memprof.capture.sources.memory import usable_cpus
-    except Exception as error:  # noqa: BLE001 a broken torch can raise anything when it is imported
-        return f"unknown: {_one_line(error)}"
-    return str(usable_cpus())
-
-
-def _memory_limit() -> str:
-    try:
-        from lightning_memprof.capture.sources.memory import cgroup_memory
-
-        limit, _ = cgroup_memory()
-    except Exception as error:  # noqa: BLE001 a broken torch can raise anything when it is imported
-        return f"control group limit unknown: {_one_line(error)}"
-    return "no control group limit" if limit is None else f"control group limit {format_bytes(limit)}"
+        return Check("accelerator", "no", f"unknown: {_one_line(error)}")
+    return Check("accelerator", "ok", text)
 
 
 def _lightning() -> Iterator[Check]:
-    groups = [f"{package}.callbacks_factory" for package in _PACKAGES]
-    missing = [group for group in groups if not any(map(_is_own, metadata.entry_points(group=group)))]
-    if missing:
-        yield Check("entry point", "broken", f"missing from {missing[0]}: install the package with pip")
-    else:
-        yield Check("entry point", "ok", "registered")
     found = {package: _profiler_of(package) for package in _PACKAGES}
     wrong = [f"{package}: {text}" for package, text in found.items() if not text.startswith("lightning_memprof.")]
     text = wrong[0] if wrong else f"with {' and '.join(_PACKAGES)}"
     yield Check(f'profiler="{NAME}"', "broken" if wrong else "ok", text)
-
-
-def _is_own(point: metadata.EntryPoint) -> bool:
-    return point.value.startswith("lightning_memprof.")
 
 
 def _profiler_of(package: str) -> str:
@@ -180,14 +133,6 @@ def _profiler_of(package: str) -> str:
         return _one_line(error)
     profiler = type(trainer.profiler)
     return f"{profiler.__module__}.{profiler.__qualname__}"
-
-
-def _profiler_tab() -> Check:
-    points = [point for point in metadata.entry_points(group="tensorboard_plugins") if point.name == "torch_profiler"]
-    if not points:
-        return Check("profiler plug-in", "no", "not installed: pip install torch-tb-profiler")
-    failure = _failure(points[0].load)
-    return Check("profiler plug-in", "no" if failure else "ok", failure or points[0].value)
 
 
 def _collectors() -> Iterator[Check]:
@@ -243,22 +188,6 @@ def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
         sink=sink,
         faults=Faults(sink.manifest, "warn"),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _failure(attempt: Callable[[], object]) -> str:
-    """Return the error of ``attempt`` in one line, or an empty string."""
-    try:
-        attempt()
-    except Exception as error:  # noqa: BLE001 a broken package can raise anything when it is imported
-        return _one_line(error)
-    return ""
 
 
 def _one_line(error: Exception) -> str:

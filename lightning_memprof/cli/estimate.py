@@ -35,26 +35,23 @@ Trainer.fit, then a few steps of the fit on tensors without data.
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="NAME", default=None, help="a GPU such as 'H100 80GB', or cpu")
-    parser.add_argument("--device-memory", metavar="SIZE", default=None, help="the memory of the GPU, as in 24GiB")
-    parser.add_argument("--batch-size", metavar="N", default=None, help="samples per batch, or max: as many as fit")
-    parser.add_argument("--seq-len", metavar="N[,N]", default=None, help="tokens per sample; one row for each number")
-    parser.add_argument(
-        "--batch-shape", metavar="SHAPES", default=None, help="shapes of the batch's tensors, as in 8x3x64x64,8"
-    )
-    parser.add_argument("--devices", metavar="N", default=None, help="number of GPUs that train together")
-    parser.add_argument("--strategy", metavar="NAME", default=None, help="strategy of several GPUs: ddp, fsdp or fsdp2")
+    parser.add_argument("--device", metavar="NAME", help="a GPU such as 'H100 80GB', or cpu")
+    parser.add_argument("--device-memory", metavar="SIZE", help="the memory of the GPU, as in 24GiB")
+    parser.add_argument("--batch-size", metavar="N", help="samples per batch, or max: as many as fit")
+    parser.add_argument("--seq-len", metavar="N[,N]", help="tokens per sample; one row for each number")
+    parser.add_argument("--batch-shape", metavar="SHAPES", help="shapes of the batch's tensors, as in 8x3x64x64,8")
+    parser.add_argument("--devices", metavar="N", help="number of GPUs that train together")
+    parser.add_argument("--strategy", metavar="NAME", help="strategy of several GPUs: ddp, fsdp or fsdp2")
     parser.add_argument("--rank", metavar="N", default="0", help="the rank to estimate, or all: stages of a pipeline")
     parser.add_argument(
         "--what-if",
         metavar="CHANGE",
         action="append",
-        default=None,
         help="also estimate with a change, such as precision=bf16-mixed; may be repeated",
     )
-    parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
+    parser.add_argument("--output", "-o", metavar="FILE", help="also write an HTML page")
     parser.add_argument(
-        "--against", metavar="RUN", default=None, help="compare with a recorded run of the program, on the run's page"
+        "--against", metavar="RUN", help="compare with a recorded run of the program, on the run's page"
     )
     add_format(parser)
     parser.add_argument("--all", action="store_true", help="all sections instead of the one-screen page")
@@ -73,8 +70,9 @@ def _execute(options: Namespace) -> int:
 
     require_program(options.program)
     from lightning_memprof.read.run.load import load_run
-    from lightning_memprof.report.printers.html import estimate_to_html
-    from lightning_memprof.report.printers.json import estimate_to_json
+    from lightning_memprof.report.charts.steps import live_chart
+    from lightning_memprof.report.printers.html import render_document
+    from lightning_memprof.report.printers.json import encode
 
     run = None if options.against is None else load_run(options.against)
     wanted = Wanted(
@@ -96,13 +94,13 @@ def _execute(options: Namespace) -> int:
         estimate = estimate_program(options.program, replace(wanted, progress=progress))
     document = estimate.document()
     if run is not None:
-        forecast = json.dumps(estimate_to_json(estimate))
+        forecast = json.dumps(encode(estimate))
         (run.directory / ESTIMATE).write_text(forecast, encoding="utf-8")
         command = f"lightning-memprof show {quoted(options.against)} --section memory"
         say(f"memprof: estimated and measured peak: {command}", sys.stderr)
     if output is not None:
-        output.write_text(estimate_to_html(estimate), encoding="utf-8")
-    write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)
+        output.write_text(render_document(document, [live_chart(estimate.live)]), encoding="utf-8")
+    write_document(document, options.format, partial(encode, estimate), is_full=options.all)
     return 0
 
 

@@ -1,14 +1,13 @@
-"""``lightning-memprof export``: tables, flame graphs and snapshots for other tools."""
+"""``lightning-memprof export``: tables, a flame graph or a snapshot for other tools."""
 
 from __future__ import annotations
 
 from argparse import ArgumentError
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -18,39 +17,25 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from lightning_memprof.read.run.model import Run
     from lightning_memprof.report.export.stacks import Stack
     from lightning_memprof.report.export.tables import Table
 
-Form = Literal["csv", "parquet", "speedscope", "flamegraph", "memory_viz"]
 Quantity = Literal["time", "memory"]
-_FORMS: Final[tuple[Form, ...]] = get_args(Form)
-_SUFFIXES: Final = {
-    "csv": "-csv",
-    "parquet": "-parquet",
-    "speedscope": ".speedscope.json",
-    "flamegraph": ".folded.txt",
-    "memory_viz": ".memory_viz.pickle",
-}
-_OPENS: Final = {
-    "speedscope": "https://www.speedscope.app opens it (the file stays on your machine)",
-    "flamegraph": "flamegraph.pl, inferno-flamegraph or speedscope draws it",
-    "memory_viz": "https://pytorch.org/memory_viz opens it (the file stays on your machine)",
-}
+_FORMS: Final = ("csv", "speedscope", "memory_viz")
+_SPEEDSCOPE: Final = "https://www.speedscope.app opens it (the file stays on your machine)"
+_MEMORY_VIZ: Final = "https://pytorch.org/memory_viz opens it (the file stays on your machine)"
 
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("TARGET", help="a run as for show, a trace, a snapshot, or a directory of traces or snapshots")
     parser.add_argument("--to", metavar="FORM", choices=list(_FORMS), help=f"one of {', '.join(_FORMS)}")
     parser.add_argument(
-        "-o",
-        "--output",
-        metavar="OUT",
-        help="the file, or the directory for tables (default: a name made from TARGET)",
+        "-o", "--output", metavar="OUT", help="the file, or the directory for tables (default: a name made from TARGET)"
     )
-    parser.add_argument(
-        "--of", choices=["time", "memory"], help="quantity of a flame graph (default: time, else memory)"
-    )
+    parser.add_argument("--of", choices=["time", "memory"], help="quantity for speedscope (default: time, else memory)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,55 +51,45 @@ class _Source:
 def _execute(options: Namespace) -> int:
     if options.to is None:
         raise ArgumentError(None, f"export: --to is required: {', '.join(_FORMS)}")
-    if options.to == "parquet":
-        from lightning_memprof.report.export.write import require_parquet
-
-        require_parquet()
-    form: Form = options.to
     with _source(options.TARGET) as source:
         of: Quantity = options.of or ("time" if source.traces else "memory")
-        suffix = f".{of}{_SUFFIXES[form]}" if form in {"speedscope", "flamegraph"} else _SUFFIXES[form]
-        out = Path(f"{source.stem}{suffix}" if options.output is None else options.output)
+        suffixes = {"csv": "-csv", "speedscope": f".{of}.speedscope.json", "memory_viz": ".memory_viz.pickle"}
+        out = Path(f"{source.stem}{suffixes[options.to]}" if options.output is None else options.output)
         artifacts = [] if source.run is None else [artifact.file for artifact in source.run.artifacts]
         check_output(out, (*source.traces, *source.snapshots, *artifacts))
-        if form in {"csv", "parquet"}:
-            _write_tables(source, form, out)
-        elif form == "memory_viz":
+        if options.to == "csv":
+            _write_tables(source, out)
+        elif options.to == "memory_viz":
             _write_snapshot(source, out)
         else:
-            _write_stacks(source, form, of, out)
+            _write_stacks(source, of, out)
     return 0
 
 
 @contextmanager
 def _source(target: str) -> Iterator[_Source]:
     from lightning_memprof.read.run.targets import Targets
+    from lightning_memprof.timeline.sources import bare_name
 
     with opened_target(target) as found:
+        place = Path(target) if isinstance(found, Targets) else found.root
+        stem = bare_name(place.resolve().name) or "export"
         if isinstance(found, Targets):
-            yield _Source(run=None, traces=found.traces, snapshots=found.snapshots, stem=_stem(Path(target)))
+            yield _Source(run=None, traces=found.traces, snapshots=found.snapshots, stem=stem)
             return
         lead = found.lead.rank
         yield _Source(
             run=found,
             traces=tuple(trace.file for trace in found.files("trace", rank=lead)),
             snapshots=tuple(snapshot.file for snapshot in found.files("snapshot", rank=lead)),
-            stem=_stem(found.root),
+            stem=stem,
         )
 
 
-def _stem(path: Path) -> str:
-    name = path.resolve().name
-    for suffix in (".gz", ".json", ".trace", ".pt", ".pickle"):
-        name = name.removesuffix(suffix)
-    return name or "export"
+def _write_tables(source: _Source, out: Path) -> None:
+    from lightning_memprof.report.export.write import write_csv
 
-
-def _write_tables(source: _Source, form: Form, out: Path) -> None:
-    from lightning_memprof.report.export.write import write_csv, write_parquet
-
-    written = (write_csv if form == "csv" else write_parquet)(_tables(source), out)
-    for path, rows in written:
+    for path, rows in write_csv(_tables(source), out):
         say(f"{path}: {format_count(rows, 'row')}")
 
 
@@ -156,41 +131,30 @@ def _write_snapshot(source: _Source, out: Path) -> None:
     with whole_file(out, "wb") as stream:
         write_snapshot(snapshot, stream)
     events = sum(map(len, snapshot["device_traces"]))
-    say(f"{out}: {format_count(events, 'event')} of {file.name}; {_OPENS['memory_viz']}")
+    say(f"{out}: {format_count(events, 'event')} of {file.name}; {_MEMORY_VIZ}")
 
 
-def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
+def _write_stacks(source: _Source, of: Quantity, out: Path) -> None:
     from lightning_memprof.account.trace.lanes import read_lanes
-    from lightning_memprof.report.export.stacks import Speedscope, write_folded
+    from lightning_memprof.report.export.stacks import Speedscope
     from lightning_memprof.report.export.write import whole_file
 
     if of == "time" and not source.traces:
         raise ReportError(
             "there is no trace, and times come from traces only: use --of memory, or record OperatorTrace"
         )
-    counts: Counter[Stack] = Counter()
     scope = Speedscope(name=source.stem, exporter=f"lightning-memprof {__version__}")
     if of == "time":
         for path in source.traces:
-            lanes = read_lanes(path)
-            if form == "flamegraph":
-                counts.update(lanes.self_times())
-            else:
-                scope.add_lanes(path.name if len(source.traces) > 1 else "", lanes)
+            scope.add_lanes(path.name if len(source.traces) > 1 else "", read_lanes(path))
     else:
         for title, stacks in _memory_stacks(source):
-            counts.update(stacks)
             scope.add_stacks(title, stacks)
-    if not counts and not scope.profiles:
+    if not scope.profiles:
         raise ReportError(f"no {of} is recorded: a trace needs events, and profile_memory=True for memory")
     with whole_file(out) as stream:
-        if form == "flamegraph":
-            write_folded(counts, stream)
-        else:
-            scope.write(stream)
-    is_folded = form == "flamegraph"
-    count = format_count(len(counts), "stack") if is_folded else format_count(scope.profiles, "profile")
-    say(f"{out}: {count} of {of}; {_OPENS[form]}")
+        scope.write(stream)
+    say(f"{out}: {format_count(len(scope.profiles), 'profile')} of {of}; {_SPEEDSCOPE}")
 
 
 def _memory_stacks(source: _Source) -> Iterator[tuple[str, Counter[Stack]]]:
@@ -218,7 +182,7 @@ def _title(path: Path, paths: Sequence[Path], device: str) -> str:
 
 
 COMMAND: Final = Command(
-    summary="write tables, flame graphs or a snapshot for other tools",
+    summary="write tables, a flame graph or a snapshot for other tools",
     description="Write a run, traces or snapshots in a format of another tool.",
     add_options=_add_options,
     execute=_execute,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
 from jsonargparse import ArgumentParser
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.command import ClosedOutput, Command, say
-from lightning_memprof.errors import MemprofError, is_ctrl_c
+from lightning_memprof.cli.command import Command, say
+from lightning_memprof.errors import MemprofError, ReportError, is_ctrl_c
 
 COMMANDS: Final = (
-    "demo", "show", "trigger", "merge", "view", "watch", "report", "compare", "export", "estimate", "try", "doctor",
+    "demo", "show", "trigger", "merge", "view", "report", "compare", "export", "estimate", "try", "doctor",
     "run",
 )  # fmt: skip
 """The commands in the order of the help; each is a module of this package, :data:`_MODULES` has the other names."""
@@ -24,22 +24,12 @@ COMMANDS: Final = (
 PROGRAM: Final = "lightning-memprof"
 # A keyword cannot be imported.
 _MODULES: Final = {"try": "trial"}
-# By command: its options with a value, and those that may also stand after the program's name.
-_WITH_PROGRAM: Final = {
-    "run": (("--config",), ()),
-    "try": (
-        ("--remedy", "--batch-size", "--limit", "--rounds", "--minutes", "--steps", "--time-limit", "--list", "--run",
-         "--output", "-o", "--format"),
-        (),
-    ),
-    "estimate": (
-        (
-            "--device", "--device-memory", "--devices", "--strategy", "--batch-size", "--seq-len", "--batch-shape",
-            "--rank", "--what-if", "--output", "-o", "--against", "--format",
-        ),
-        ("--device", "--device-memory", "--batch-size", "--what-if"),
-    ),
-}  # fmt: skip
+# By command that starts a program, its options that may also stand after the program's name.
+_WITH_PROGRAM: Final[Mapping[str, tuple[str, ...]]] = {
+    "run": (),
+    "try": (),
+    "estimate": ("--device", "--device-memory", "--batch-size", "--what-if"),
+}
 FAILED: Final = 1
 USAGE: Final = 2
 INTERRUPTED: Final = 130
@@ -65,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
     """
     own, program = split_program(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None and not program:
-        sys.stdout = ClosedOutput()
     try:
         try:
+            if sys.stdout is None and not program:
+                raise ReportError("standard output is closed; redirect it to a file or to /dev/null")
             return _execute(own, program)
         finally:
             if sys.stdout is not None:
@@ -101,7 +91,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     command = arguments[index] if index < len(arguments) else ""
     if command not in _WITH_PROGRAM:
         return list(arguments), []
-    valued, shared = _WITH_PROGRAM[command]
+    shared, valued = _WITH_PROGRAM[command], _with_value(_command(command))
     index += 1
     while index < len(arguments):
         argument = arguments[index]
@@ -115,7 +105,15 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments), []
 
 
-def _shared(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+def _with_value(command: Command) -> set[str]:
+    """Return the options of a command that take a value."""
+    parser = _new_parser(command.description)
+    command.add_options(parser)
+    actions = parser._actions  # noqa: SLF001 argparse has no public list
+    return {option for action in actions if action.nargs != 0 for option in action.option_strings}
+
+
+def _shared(arguments: Sequence[str], names: Collection[str]) -> tuple[list[str], list[str]]:
     """Take options of ours with their values out of what follows a program's name."""
     own: list[str] = []
     program: list[str] = []

@@ -21,29 +21,37 @@ _LINE_SECONDS: Final = 10.0
 
 
 class ProgressLine:
-    """A line on a terminal with the current activity and its progress, until :meth:`clear`.
+    """A line on a terminal with the current activity and its progress, until :meth:`clear`; nothing elsewhere.
 
     Args:
         stream: the terminal.
+        patience: seconds before the line is drawn.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, patience: float = 0.0) -> None:
         from lightning_memprof.report.printers.terminal import Display
 
         self._stream = stream
         self._display = Display(stream)
         self._text = ""
         self._since = self._drawn = time.monotonic()
+        self._first = self._since + patience
+
+    def read(self, file: Path, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` bytes of a file are read."""
+        self.update(file.name if len(file.name) <= 30 else f"{file.name[:29]}…", done, total, in_bytes=True)
 
     def update(self, text: str, done: int = 0, total: int = 0, *, in_bytes: bool = False) -> None:
         """Redraw the line: with a bar if ``total`` is not 0, and with the remaining time if both are bytes."""
         now = time.monotonic()
+        if now < self._first or not self._stream.isatty():
+            return
         if text != self._text:
             self._text, self._since = text, now
         elif now - self._drawn < _REDRAW_SECONDS:
             return
         from lightning_memprof.report.printers.layout import DIM, bar, cut, pad
-        from lightning_memprof.report.printers.terminal import ascii_only, page_width
+        from lightning_memprof.report.printers.terminal import page_width
         from lightning_memprof.report.printers.values import clean
         from lightning_memprof.units import format_bytes, format_ns
 
@@ -53,9 +61,8 @@ class ProgressLine:
             words += f"  {format_bytes(done)} of {format_bytes(total)}"
             left_s = (now - self._since) * (total - done) / done if done else 0
             words += f", {format_ns(left_s * 1e9)} left" if left_s > 1 else ""
-        only = ascii_only(self._stream)
-        drawn = bar(done / total, _BAR_WIDTH, ascii_only=only) if total else ""
-        rest = pad("", _BAR_WIDTH - len(drawn)).replace(" ", "-" if only else "─") + " " if total else ""
+        drawn = bar(done / total, _BAR_WIDTH) if total else ""
+        rest = pad("", _BAR_WIDTH - len(drawn)).replace(" ", "─") + " " if total else ""
         room = page_width(self._stream) - len(drawn + rest) - 1
         self._display.show([((drawn, "cyan"), (rest, DIM), (cut(words, max(room, 1)), ""))])
 
@@ -65,50 +72,12 @@ class ProgressLine:
         self._text = ""
 
 
-class Reading:
-    """Progress of large files: shown only on a terminal, and only after the first second.
-
-    Args:
-        stream: the stream to draw on.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._since = time.monotonic()
-        self._line: ProgressLine | None = None
-
-    def update(self, file: Path, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` bytes of a file are read."""
-        if not self._stream.isatty() or time.monotonic() - self._since < PATIENCE_SECONDS:
-            return
-        self._line = self._line or ProgressLine(self._stream)
-        self._line.update(_label(file), done, total, in_bytes=True)
-
-    def end(self) -> None:
-        """Remove the line, before other output."""
-        if self._line is not None:
-            self._line.clear()
-
-
 @contextmanager
-def reading(stream: TextIO | None = None) -> Iterator[Reading]:
+def reading(stream: TextIO | None = None) -> Iterator[ProgressLine]:
     """Show the progress of the files that a command reads, until the end of the context at the latest."""
-    found = Reading(stream or sys.stderr)
+    line = ProgressLine(stream or sys.stderr, PATIENCE_SECONDS)
     try:
-        yield found
-    finally:
-        found.end()
-
-
-@contextmanager
-def merge_progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Provide a function that shows how many bytes are merged, or None where standard error is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    line = ProgressLine(sys.stderr)
-    try:
-        yield lambda done, total: line.update("merging", done, total, in_bytes=True)
+        yield line
     finally:
         line.clear()
 
@@ -153,7 +122,3 @@ def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
             yield line.update
     finally:
         line.clear()
-
-
-def _label(file: Path) -> str:
-    return file.name if len(file.name) <= 30 else f"{file.name[:29]}…"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -11,10 +11,6 @@ from lightning_memprof.cli.command import TARGET_HELP, Command, check_output, in
 from lightning_memprof.cli.progress import reading
 from lightning_memprof.errors import ReportError
 from lightning_memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from lightning_memprof.report.files_view import FilesView
-    from lightning_memprof.report.view import View
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -26,32 +22,24 @@ def _add_options(parser: ArgumentParser) -> None:
 def _execute(options: Namespace) -> int:
     from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.opened import opened
-    from lightning_memprof.report.written import PAGE_NAME, write_page
+    from lightning_memprof.report.written import PAGE_NAME, own_page, write_page
 
     out = None if options.output is None else Path(options.output)
     if out is not None and out.is_dir():
         raise ReportError(f"-o {out}: is a directory; name a file, as in {out / PAGE_NAME}")
-    with reading() as progress, infrequent_gc(), opened(options.TARGET, progress=progress.update) as view:
-        progress.end()
-        file = _default_path(view) if out is None else out
+    with reading() as progress, infrequent_gc(), opened(options.TARGET, progress=progress.read) as view:
+        progress.clear()
         if isinstance(view, FilesView):
+            file = out or Path(PAGE_NAME)
             check_output(file, view.sizes)
         else:
+            file = out or (Path(PAGE_NAME) if view.run.url else own_page(view.run.directory))
             check_output(file, (artifact.file for artifact in view.run.artifacts), view.run.directory)
         write_page(view, file)
     say(f"{file} ({format_bytes(file.stat().st_size)}) opens in any browser, offline.")
     if options.open:
         open_in_browser(file.absolute().as_uri(), "file")
     return 0
-
-
-def _default_path(view: View | FilesView) -> Path:
-    from lightning_memprof.report.files_view import FilesView
-    from lightning_memprof.report.written import PAGE_NAME, own_page
-
-    if isinstance(view, FilesView) or view.run.url is not None:
-        return Path(PAGE_NAME)
-    return own_page(view.run.directory)
 
 
 COMMAND: Final = Command(

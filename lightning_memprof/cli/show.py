@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -12,7 +11,6 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_memprof.cli.command import (
     TARGET_HELP,
     Command,
-    Format,
     add_format,
     infrequent_gc,
     named_or_newest,
@@ -24,7 +22,6 @@ from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_memprof.report.document import Document
-    from lightning_memprof.report.opened import OpenOptions
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -34,17 +31,52 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--section", action="append", metavar="NAME", help="only this section, as in --section memory; may be repeated"
     )
-    parser.add_argument("--rank", type=int, default=None, metavar="R", help="show this global rank")
-    parser.add_argument("--window", type=int, default=None, metavar="N", help="only this window of a run")
+    parser.add_argument("--watch", action="store_true", help="draw the page of a live run again until it ends")
+    parser.add_argument("--rank", type=int, metavar="R", help="show this global rank")
+    parser.add_argument("--window", type=int, metavar="N", help="only this window of a run")
 
 
 def _execute(options: Namespace) -> int:
-    from lightning_memprof.report.opened import OpenOptions
+    """Show where the time and the memory of a run, a trace or a snapshot went; as JSON the results of the analysis."""
+    if options.watch:
+        return _watch(options)
+    from lightning_memprof.report.opened import OpenOptions, opened
+    from lightning_memprof.report.printers.json import encode, to_json
+    from lightning_memprof.report.sections import document_of
 
     chosen = OpenOptions(rank=options.rank, window=options.window)
-    return show(
-        named_or_newest(options.TARGET), options.format, chosen, is_full=options.all, sections=options.section or ()
-    )
+    sections: Sequence[str] = options.section or ()
+    with (
+        reading() as progress,
+        infrequent_gc(),
+        opened(named_or_newest(options.TARGET), chosen, progress.read) as view,
+    ):
+        progress.clear()
+        if options.format == "json" and not options.all and not sections:
+            write_json(to_json(view))
+            return 0
+        document = _chosen(document_of(view), sections)
+        as_json = partial(encode, document)
+        write_document(document, options.format, as_json, is_full=options.all, is_part=bool(sections))
+    return 0
+
+
+def _watch(options: Namespace) -> int:
+    from lightning_memprof.cli.watch import watch
+    from lightning_memprof.report.printers.text import full_page, short_page
+
+    target, *more = named_or_newest(options.TARGET)
+    parts = (options.section, options.rank, options.window)
+    if more or any(part is not None for part in parts) or options.format != "terminal":
+        raise ConfigError("--watch: shows one whole run; omit other targets, --section, --rank, --window and --format")
+    return watch(target, full_page if options.all else short_page)
+
+
+def _chosen(document: Document, sections: Sequence[str]) -> Document:
+    known = [section.id for section in document.sections]
+    if unknown := next((name for name in sections if name not in known), None):
+        raise ConfigError(f"--section {unknown}: unknown, or nothing to show; this page has {', '.join(known)}")
+    return document.only(sections) if sections else document
 
 
 COMMAND: Final = Command(
@@ -53,58 +85,3 @@ COMMAND: Final = Command(
     add_options=_add_options,
     execute=_execute,
 )
-
-
-def show(
-    targets: str | Sequence[str],
-    format: Format = "terminal",  # noqa: A002 the option's name
-    options: OpenOptions | None = None,
-    *,
-    is_full: bool = False,
-    sections: Sequence[str] = (),
-) -> int:
-    """Show where the time and the memory of a run, a trace or a snapshot went.
-
-    Args:
-        targets: a log directory, its memprofiler directory, or a parent directory, which means its newest run, also by
-            URL; or traces, snapshots, and directories of them.
-        format: a page for the terminal, JSON with bytes and nanoseconds, or Markdown for an issue or a merge request.
-        options: which rank and window; None shows everything.
-        is_full: whether all sections are shown instead of the short page; as JSON these are the tables of the pages
-            instead of the results of the analysis.
-        sections: the ids of the sections to show, instead of the short page.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ArtifactError: the target is missing or unreadable, or several runs are named.
-        ConfigError: the protocol of the URL is unknown, or there is no such section.
-    """
-    from lightning_memprof.report.opened import opened
-    from lightning_memprof.report.printers.json import document_to_json, to_json
-    from lightning_memprof.report.sections import document_of
-
-    names = [targets] if isinstance(targets, str) else list(targets)
-    with reading() as progress, infrequent_gc(), opened(names, options, progress.update) as view:
-        progress.end()
-        if format == "json" and not is_full and not sections:
-            write_json(to_json(view))
-            return 0
-        document = _chosen(document_of(view), sections)
-        as_json = partial(document_to_json, document)
-        write_document(document, format, as_json, is_full=is_full, is_part=bool(sections))
-    return 0
-
-
-def _chosen(document: Document, sections: Sequence[str]) -> Document:
-    from lightning_memprof.report.sections import EMPTY_SECTIONS
-
-    known = [section.id for section in document.sections]
-    for name in sections:
-        if name in known:
-            continue
-        if document.kind != "run" or name not in EMPTY_SECTIONS:
-            raise ConfigError(f"--section {name}: unknown section; this document has {', '.join(known)}")
-        print(f"memprof: --section {name}: nothing to show: {EMPTY_SECTIONS[name]}", file=sys.stderr)
-    return document.only(sections) if sections else document

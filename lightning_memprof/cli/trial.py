@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lightning_memprof.report.view import View
-    from lightning_memprof.trial.runner import Wanted
+    from lightning_memprof.trial.runner import TrialOptions
 
 _DESCRIPTION: Final = """\
 Run a training program alternately with and without remedies, and show the
@@ -36,28 +36,16 @@ Ctrl-C and SIGTERM show the results so far.
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--remedy",
-        metavar="NAME",
-        action="append",
-        default=None,
-        help="try this remedy, as in workers=4; may be repeated",
+        "--remedy", metavar="NAME", action="append", help="try this remedy, as in workers=4; may be repeated"
     )
-    parser.add_argument("--list", metavar="RUN", default=None, help=f"list the remedies for a recorded run: {RUN_HELP}")
+    parser.add_argument("--list", metavar="RUN", help=f"list the remedies for a recorded run: {RUN_HELP}")
+    parser.add_argument("--run", metavar="RUN", help="try the remedies for a recorded run; its page shows the results")
+    parser.add_argument("--batch-size", metavar="max", help="find the largest batch that fits instead, with real runs")
     parser.add_argument(
-        "--run", metavar="RUN", default=None, help="try the remedies for a recorded run; its page shows the results"
+        "--limit", metavar="SIZE", help="memory for --batch-size max, as in 16GiB (default: free memory)"
     )
     parser.add_argument(
-        "--batch-size", metavar="max", default=None, help="find the largest batch that fits instead, with real runs"
-    )
-    parser.add_argument(
-        "--limit", metavar="SIZE", default=None, help="memory for --batch-size max, as in 16GiB (default: free memory)"
-    )
-    parser.add_argument(
-        "--rounds",
-        metavar="N",
-        type=int,
-        default=None,
-        help="measurements of each remedy (default: until it is decided)",
+        "--rounds", metavar="N", type=int, help="measurements of each remedy (default: until it is decided)"
     )
     parser.add_argument(
         "--minutes",
@@ -66,9 +54,7 @@ def _add_options(parser: ArgumentParser) -> None:
         default=3.0,
         help="time limit of the whole trial, without --rounds (default: %(default)g)",
     )
-    parser.add_argument(
-        "--steps", metavar="N", type=int, default=None, help="measured steps per run (default: about 2 s)"
-    )
+    parser.add_argument("--steps", metavar="N", type=int, help="measured steps per run (default: about 2 s)")
     parser.add_argument(
         "--time-limit",
         metavar="S",
@@ -76,7 +62,7 @@ def _add_options(parser: ArgumentParser) -> None:
         default=600.0,
         help="time limit per run in seconds (default: %(default)s)",
     )
-    parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
+    parser.add_argument("--output", "-o", metavar="FILE", help="also write an HTML page")
     add_format(parser)
     # The page is always whole; other commands have the option.
     parser.add_argument("--all", action="store_true", help=SUPPRESS)
@@ -91,8 +77,9 @@ def _execute(options: Namespace) -> int:
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}")
     from lightning_memprof.estimation.program import require_program
-    from lightning_memprof.report.printers.html import trial_to_html
-    from lightning_memprof.report.printers.json import trial_to_json
+    from lightning_memprof.report.charts.trial import trial_chart
+    from lightning_memprof.report.printers.html import render_document
+    from lightning_memprof.report.printers.json import encode
     from lightning_memprof.report.sections.trial import trial_document
     from lightning_memprof.trial.runner import try_program
 
@@ -101,14 +88,14 @@ def _execute(options: Namespace) -> int:
         return _largest(options, output)
     view = None if options.run is None else _opened(options.run)
     with counting("a first recorded run") as progress, sigterm_as_ctrl_c():
-        wanted = _wanted(options, progress)
+        wanted = _trial_options(options, progress)
         trial = try_program(options.program, wanted, None if view is None else view.findings)
     document = trial_document(trial)
     if view is not None:
-        (view.run.directory / TRIED).write_text(json.dumps(trial_to_json(trial)), encoding="utf-8")
+        (view.run.directory / TRIED).write_text(json.dumps(encode(trial)), encoding="utf-8")
     if output is not None:
-        output.write_text(trial_to_html(trial), encoding="utf-8")
-    write_document(document, options.format, partial(trial_to_json, trial), is_full=True)
+        output.write_text(render_document(document, [trial_chart(trial)]), encoding="utf-8")
+    write_document(document, options.format, partial(encode, trial), is_full=True)
     if trial.is_stopped:
         raise KeyboardInterrupt
     return 0
@@ -117,7 +104,7 @@ def _execute(options: Namespace) -> int:
 def _largest(options: Namespace, output: Path | None) -> int:
     from lightning_memprof.account.estimate import parse_bytes
     from lightning_memprof.report.printers.html import render_document
-    from lightning_memprof.report.printers.json import batches_to_json
+    from lightning_memprof.report.printers.json import encode
     from lightning_memprof.report.sections.trial import batches_document
     from lightning_memprof.trial.batches import find_largest
 
@@ -128,22 +115,22 @@ def _largest(options: Namespace, output: Path | None) -> int:
         raise ConfigError("--batch-size max: takes no remedies from a run; leave out --run")
     limit = None if options.limit is None else parse_bytes("--limit", options.limit)
     with counting("the program's own batch") as progress, sigterm_as_ctrl_c():
-        found = find_largest(options.program, _wanted(options, progress), limit)
+        found = find_largest(options.program, _trial_options(options, progress), limit)
     document = batches_document(found)
     if output is not None:
-        output.write_text(render_document(document, {}), encoding="utf-8")
-    write_document(document, options.format, partial(batches_to_json, found), is_full=True)
+        output.write_text(render_document(document), encoding="utf-8")
+    write_document(document, options.format, partial(encode, found), is_full=True)
     if found.is_stopped:
         raise KeyboardInterrupt
     return 0
 
 
-def _wanted(options: Namespace, progress: Callable[[str, int, int], None]) -> Wanted:
-    from lightning_memprof.trial.runner import Wanted
+def _trial_options(options: Namespace, progress: Callable[[str, int, int], None]) -> TrialOptions:
+    from lightning_memprof.trial.runner import TrialOptions
 
     names = ("rounds", "minutes", "steps")
     given = {name: options[name] for name in names}
-    return Wanted(remedies=options.remedy or (), time_limit_s=options.time_limit, progress=progress, **given)
+    return TrialOptions(remedies=options.remedy or (), time_limit_s=options.time_limit, progress=progress, **given)
 
 
 def _opened(target: str) -> View:
@@ -158,7 +145,7 @@ def _opened(target: str) -> View:
 
 def _list(options: Namespace) -> int:
     from lightning_memprof.report.opened import opened
-    from lightning_memprof.report.printers.json import document_to_json
+    from lightning_memprof.report.printers.json import encode
     from lightning_memprof.report.sections.trial import listing
     from lightning_memprof.trial.runner import advice
 
@@ -166,7 +153,7 @@ def _list(options: Namespace) -> int:
         found = advice(view.findings)
     program = shlex.join(options.program) or "SCRIPT ARGS..."
     document = listing(options.list, [(each.empty(), each.tolerance) for each in found], program)
-    write_document(document, options.format, partial(document_to_json, document), is_full=True)
+    write_document(document, options.format, partial(encode, document), is_full=True)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -86,11 +86,17 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
     label: str
     kind: SideKind
-    measures: Mapping[str, Measure]
-    named: Mapping[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
-    spreads: Mapping[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
-    sentences: Mapping[str, str] = msgspec.field(default_factory=dict)
-    notes: Sequence[str] = ()
+    measures: dict[str, Measure] = msgspec.field(default_factory=dict)
+    named: dict[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
+    spreads: dict[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
+    sentences: dict[str, str] = msgspec.field(default_factory=dict)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+    def add(self, *measures: Measure | None) -> None:
+        """Add known measures; the first one of a name is used."""
+        for measure in measures:
+            if measure is not None:
+                self.measures.setdefault(measure.name, measure)
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

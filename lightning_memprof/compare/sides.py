@@ -9,7 +9,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.ranks import across_ranks
@@ -22,7 +21,7 @@ from lightning_memprof.account.steps.statistics import peak_rss_bytes, typical_s
 from lightning_memprof.account.steps.throughput import rank_throughput
 from lightning_memprof.account.trace.key_averages import collect_rows
 from lightning_memprof.account.trace.model import GpuTimes, TraceReport
-from lightning_memprof.compare.model import QUANTITIES, Measure, Side, SideKind
+from lightning_memprof.compare.model import QUANTITIES, Measure, Side
 from lightning_memprof.compare.significance import drift
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Facts, Finding, Severity, examine, examine_files
@@ -52,58 +51,45 @@ _SIZES: Final = ("allocated_bytes", "requested_bytes", "reserved_bytes", "inacti
 _GPU_TIMES: Final = ("window", "busy", "idle", "compute", "communication", "communication_exposed", "memory_copy")
 
 
-class _Gathered(msgspec.Struct):
-    """The figures of one side, while they are collected; the first measure of a name is used."""
+def _add_findings(side: Side, findings: Sequence[Finding]) -> None:
+    side.named["findings"], sentences = severities(findings)
+    side.sentences.update(sentences)
+    count = float(len(side.named["findings"]))
+    side.add(
+        Measure(name="warnings", unit=QUANTITIES["warnings"], value=count, noise=0.0, samples=1, source="findings")
+    )
 
-    measures: dict[str, Measure] = msgspec.field(default_factory=dict)
-    named: dict[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
-    spreads: dict[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
-    sentences: Mapping[str, str] = msgspec.field(default_factory=dict)
-    notes: list[str] = msgspec.field(default_factory=list)
 
-    def add(self, *measures: Measure | None) -> None:
-        for measure in measures:
-            if measure is not None:
-                self.measures.setdefault(measure.name, measure)
+def _add_operators(side: Side, traces: Sequence[tuple[int | None, Path]]) -> None:
+    try:
+        found = [(rank, operator_times(trace)) for rank, trace in traces]
+    except ArtifactError as error:
+        side.notes.append(str(error))
+        return
+    for at, group in enumerate(("operators", "kernels")):
+        values, spreads = over_traces([(rank, times[at]) for rank, times in found])
+        if values:
+            side.named[group], side.spreads[group] = values, spreads
 
-    def add_findings(self, findings: Sequence[Finding]) -> None:
-        self.named["findings"], self.sentences = severities(findings)
-        count = float(len(self.named["findings"]))
-        self.add(
-            Measure(name="warnings", unit=QUANTITIES["warnings"], value=count, noise=0.0, samples=1, source="findings")
-        )
 
-    def add_operators(self, traces: Sequence[tuple[int | None, Path]]) -> None:
-        if not traces:
-            return
-        try:
-            operators, kernels = operator_times(traces)
-        except ArtifactError as error:
-            self.notes.append(str(error))
-            return
-        for group, times in (("operators", operators), ("kernels", kernels)):
-            if times.values:
-                self.named[group], self.spreads[group] = times.values, times.spreads
-
-    def add_allocations(self, found: Sequence[tuple[int | None, DeviceAllocations]], device: str, source: str) -> None:
-        """Add the peak of one device over all windows and ranks, and the allocation sites at the largest."""
-        peaks = [
-            (rank, (memory.start_bytes or 0) + memory.peak_bytes, memory)
-            for rank, memory in found
-            if memory.device == device
-        ]
-        if peaks:
-            sizes = _over_ranks(((rank, size) for rank, size, _ in peaks), max)
-            self.add(peak("peak_allocated_bytes", sizes, source))
-            self.named["stacks"] = site_bytes(max(peaks, key=itemgetter(1))[2].sites)
-
-    def side(self, label: str, kind: SideKind) -> Side:
-        return Side(label=label, kind=kind, **msgspec.structs.asdict(self))
+def _add_allocations(
+    side: Side, found: Sequence[tuple[int | None, DeviceAllocations]], device: str, source: str
+) -> None:
+    """Add the peak of one device over all windows and ranks, and the allocation sites at the largest."""
+    peaks = [
+        (rank, (memory.start_bytes or 0) + memory.peak_bytes, memory)
+        for rank, memory in found
+        if memory.device == device
+    ]
+    if peaks:
+        sizes = _over_ranks(((rank, size) for rank, size, _ in peaks), max)
+        side.add(peak("peak_allocated_bytes", sizes, source))
+        side.named["stacks"] = site_bytes(max(peaks, key=itemgetter(1))[2].sites)
 
 
 def run_side(run: Run, label: str) -> Side:
     """Return the side of a run: times of its lead rank, the largest peaks over its ranks."""
-    found = _Gathered()
+    found = Side(label=label, kind="run")
     lead = run.lead
     _add_times(found, lead)
     rate = rank_throughput(lead)
@@ -116,16 +102,16 @@ def run_side(run: Run, label: str) -> Side:
         found.add(replace(step, name="samples_per_s", unit="per_s", value=speed, noise=noise, steps=steps))
     _add_sizes(found, run)
     allocations = [allocation for allocation in run_allocations(run.in_full) if allocation.rank == lead.rank]
-    found.notes += [allocation.problem for allocation in allocations if allocation.problem]
+    found.notes.extend(allocation.problem for allocation in allocations if allocation.problem)
     device = lead.facts.device or "cpu"
     memory = [(lead.rank, allocated) for window in allocations for allocated in window.devices]
-    found.add_allocations(memory, device, _traced(device))
+    _add_allocations(found, memory, device, _traced(device))
     _add_memory(found, memory_report(run.in_full).lead)
     last = _last([trace.file for trace in run.files("trace", rank=lead.rank)])
-    found.add_operators([(lead.rank, trace) for trace in last])
-    found.add_findings(examine(Facts.of(run)))
-    found.notes += [f"{problem.piece}: {problem.message}" for problem in run.problems]
-    return found.side(label, "run")
+    _add_operators(found, [(lead.rank, trace) for trace in last])
+    _add_findings(found, examine(Facts.of(run)))
+    found.notes.extend(f"{problem.piece}: {problem.message}" for problem in run.problems)
+    return found
 
 
 def _traced(device: str) -> str:
@@ -144,7 +130,7 @@ def _last(traces: Sequence[Path]) -> list[Path]:
     return chosen[::-1]
 
 
-def _add_times(found: _Gathered, rank: Rank) -> None:
+def _add_times(found: Side, rank: Rank) -> None:
     steps = typical_steps(rank)
     if steps is not None:
         rows = [(duration, breakdown) for _, duration, breakdown in steps.steps]
@@ -164,7 +150,7 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
         found.add(typical(f"{phase}_ns", known, source, share, of_steps=True))
 
 
-def _add_sizes(found: _Gathered, run: Run) -> None:
+def _add_sizes(found: Side, run: Run) -> None:
     """Add the peak RSS and the device peaks, each of the rank with the largest."""
     rss = [size for rank in run.ranks if (size := peak_rss_bytes(rank))]
     is_whole = all(rank.high_water_bytes for rank in run.ranks)
@@ -179,7 +165,7 @@ def _add_sizes(found: _Gathered, run: Run) -> None:
     found.add(peak("peak_reserved_bytes", reserved, "recorded steps"))
 
 
-def _add_memory(found: _Gathered, memory: RankMemory) -> None:
+def _add_memory(found: Side, memory: RankMemory) -> None:
     if memory.peak is not None:
         for category in _CATEGORIES:
             size = memory.peak.categories.get(category)
@@ -202,7 +188,7 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
     from lightning_memprof.account.trace.report import trace_report
 
     reports = across_ranks([trace_report(path) for path in paths])
-    found = _Gathered()
+    found = Side(label=label, kind="traces")
     steps = _over_ranks((trace.rank, length) for trace in reports for length in _step_lengths(trace))
     found.add(typical("step_ns", steps, "the steps of the trace", of_steps=True))
     loading = _over_ranks((trace.rank, step.data_loading_ns) for trace in reports for step in trace.steps)
@@ -220,13 +206,13 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
     if collectives:
         number = max(sum(len(trace.steps) for trace in reports), 1)
         found.named["collectives"] = {name: ns / number for name, ns in collectives.items()}
-    found.add_operators([(trace.rank, trace.file) for trace in reports])
+    _add_operators(found, [(trace.rank, trace.file) for trace in reports])
     memory = [(trace.rank, allocated) for trace in reports for allocated in window_allocations(trace.file)]
     devices = sorted({allocations.device for _, allocations in memory}, key=lambda name: (name == "cpu", name))
     if devices:
-        found.add_allocations(memory, devices[0], _traced(devices[0]))
-    found.add_findings(examine_files(reports, ()))
-    return found.side(label, "traces")
+        _add_allocations(found, memory, devices[0], _traced(devices[0]))
+    _add_findings(found, examine_files(reports, ()))
+    return found
 
 
 def _over_ranks(
@@ -247,7 +233,7 @@ def _step_lengths(trace: TraceReport) -> Sequence[int]:
     return trace.ahead_steps_ns or [step.duration_ns for step in trace.steps]
 
 
-def _add_gpu_times(found: _Gathered, reports: Sequence[TraceReport]) -> None:
+def _add_gpu_times(found: Side, reports: Sequence[TraceReport]) -> None:
     """Add the device times: per mean step if all traces have steps, otherwise over whole traces."""
     within = [
         (trace.rank, trace.work_window, len(trace.steps))
@@ -271,7 +257,7 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
     from lightning_memprof.account.snapshot.report import snapshot_report
 
     reports = [snapshot_report(path) for path in paths]
-    found = _Gathered()
+    found = Side(label=label, kind="snapshots")
     sizes: dict[str, list[float]] = defaultdict(list)
     for device in (device for snapshot in reports for device in snapshot.devices):
         for source, names in ((device, _PEAKS), (device.snapshot, _SIZES)):
@@ -284,8 +270,8 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
         for site, count in holder_bytes(device.holders_at_peak).items():
             held[site] = max(held[site], round(count))
     found.named["stacks"] = dict(held)
-    found.add_findings(examine_files((), reports))
-    return found.side(label, "snapshots")
+    _add_findings(found, examine_files((), reports))
+    return found
 
 
 def typical(
@@ -334,53 +320,34 @@ def _spread(samples: Sequence[float]) -> float:
     return max(drift(samples), _MAD_TO_SD * statistics.median(abs(sample - middle) for sample in samples))
 
 
-def operator_times(traces: Sequence[tuple[int | None, Path]]) -> tuple[Times, Times]:
+def operator_times(trace: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Return self time in ns per step by name, of host operators and annotations, and of kernels; no Python frames.
 
-    Each trace is a sample of its rank. A trace without steps counts as one step.
+    A trace without steps counts as one step.
 
     Raises:
-        ArtifactError: a trace is missing, damaged or truncated.
+        ArtifactError: the trace is missing, damaged or truncated.
     """
-    operators, kernels = Times(), Times()
-    for rank, trace in traces:
-        collected = collect_rows([trace], group_by_input_shapes=False)
-        steps = max((row.count for row in collected.rows if row.name == _STEPS and not row.on_device), default=0)
-        on_host: Counter[str] = Counter()
-        on_device: Counter[str] = Counter()
-        for row in collected.rows:
-            if row.on_device and not row.is_annotation:
-                on_device[row.name] += row.self_device_ns
-            elif not row.on_device and parse_frame(row.name) is None and not row.name.startswith(_BUILTIN):
-                on_host[row.name] += row.self_cpu_ns
-        operators.add(on_host, max(steps, 1), rank)
-        kernels.add(on_device, max(steps, 1), rank)
+    rows = collect_rows([trace], group_by_input_shapes=False).rows
+    steps = max((row.count for row in rows if row.name == _STEPS and not row.on_device), default=0)
+    sums = Counter[str](), Counter[str]()
+    for row in rows:
+        if row.on_device and not row.is_annotation:
+            sums[1][row.name] += row.self_device_ns
+        elif not row.on_device and parse_frame(row.name) is None and not row.name.startswith(_BUILTIN):
+            sums[0][row.name] += row.self_cpu_ns
+    operators, kernels = ({name: ns / max(steps, 1) for name, ns in each.items()} for each in sums)
     return operators, kernels
 
 
-class Times:
-    """Times by name over several traces."""
-
-    def __init__(self) -> None:
-        self._samples: list[tuple[int | None, dict[str, float]]] = []
-
-    def add(self, sums: Mapping[str, int], steps: int, rank: int | None = None) -> None:
-        """Add the sums over the steps of one trace."""
-        self._samples.append((rank, {name: ns / steps for name, ns in sums.items()}))
-
-    def _of(self, name: str) -> list[float]:
-        return _over_ranks((rank, sample.get(name, 0.0)) for rank, sample in self._samples)
-
-    @property
-    def values(self) -> dict[str, float]:
-        """The median over the traces, in ns per step."""
-        names = dict.fromkeys(name for _, sample in self._samples for name in sample)
-        return {name: statistics.median(self._of(name)) for name in names}
-
-    @property
-    def spreads(self) -> dict[str, float]:
-        """The range over the traces, in ns per step."""
-        return {name: max(known) - min(known) for name in self.values if (known := self._of(name))}
+def over_traces(samples: Sequence[tuple[int | None, Mapping[str, float]]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the median of each name's times over the traces of a rank, and their range."""
+    names = dict.fromkeys(name for _, sample in samples for name in sample)
+    times = {name: _over_ranks((rank, sample.get(name, 0.0)) for rank, sample in samples) for name in names}
+    return (
+        {name: statistics.median(each) for name, each in times.items()},
+        {name: max(each) - min(each) for name, each in times.items()},
+    )
 
 
 def site_bytes(sites: Iterable[Site]) -> dict[str, float]:

@@ -6,13 +6,11 @@ Names, defaults and meaning of the fields are those of ``fts_examples.profiling.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final, cast
 
-import torch
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import class_from_function
 from lightning.pytorch import Trainer
@@ -46,14 +44,18 @@ __all__ = [
     "add_memprofiler_arguments",
 ]
 
+Hook = str | Callable[..., Any]
+"""A function, or its dotted name."""
+
 _CONFIGURATION: Final = "memprofiler_cfg"
 _CALLBACK: Final = "memprofiler"
 _STEP: Final = "training_step"
 _HOME: Final = "fts_examples"
-PRE_FORWARD: Final = f"{_HOME}.profiling.npp_hooks._hook_npp_pre_forward"
-POST_FORWARD: Final = f"{_HOME}.profiling.npp_hooks._hook_npp_post_forward"
-RESET_STATE: Final = f"{_HOME}.profiling.npp_hooks._reset_memory_hooks_state"
-NPP_HOOK: Final = f"{_HOME}.profiling.npp_hooks._npp_hook"
+_HOOKS: Final = f"{_HOME}.profiling.npp_hooks"
+# Names of its functions below `_HOME`; this package measures what they do.
+_BUILT_IN: Final = frozenset(
+    {"_hook_npp_pre_forward", "_hook_npp_post_forward", "_reset_memory_hooks_state", "_npp_hook", "identity_lambda"}
+)
 HOOK_ATTRIBUTES: Final = (
     "rss_pre_forward", "rss_post_forward", "rss_diff", "npp_pre_forward", "npp_post_forward", "npp_diff",
 )  # fmt: skip
@@ -69,9 +71,9 @@ class MemProfilerHooks:
         reset_state_hooks: called as ``hook(model, save_hook_attrs)`` at the beginning and after each recorded call.
     """
 
-    pre_forward_hooks: list[str | Callable[..., Any]] = field(default_factory=lambda: [PRE_FORWARD])
-    post_forward_hooks: list[str | Callable[..., Any]] = field(default_factory=lambda: [POST_FORWARD])
-    reset_state_hooks: list[str | Callable[..., Any]] = field(default_factory=lambda: [RESET_STATE])
+    pre_forward_hooks: list[Hook] = field(default_factory=lambda: [f"{_HOOKS}._hook_npp_pre_forward"])
+    post_forward_hooks: list[Hook] = field(default_factory=lambda: [f"{_HOOKS}._hook_npp_post_forward"])
+    reset_state_hooks: list[Hook] = field(default_factory=lambda: [f"{_HOOKS}._reset_memory_hooks_state"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ class MemProfilerCfg:
         saved_tensors_funcs: pack and unpack function of ``torch.autograd.graph.saved_tensors_hooks``, as dotted names
             or callables; ``identity_lambda`` as unpack function returns the packed value.
         save_hook_attrs: attributes that the hooks write on modules.
-        retain_hooks_for_funcs: functions to finish before the hooks around forwards are removed; the default is all.
+        retain_hooks_for_funcs: ignored; the hooks around forwards are removed after the last recorded call.
     """
 
     enabled: bool = False
@@ -172,7 +174,7 @@ class MemProfilerCfg:
     enable_memory_hooks: bool = True
     enable_saved_tensors_hooks: bool = True
     memory_hooks: MemProfilerHooks = field(default_factory=MemProfilerHooks)
-    saved_tensors_funcs: list[str | Callable[..., Any]] = field(default_factory=lambda: [NPP_HOOK, "identity_lambda"])
+    saved_tensors_funcs: list[Hook] = field(default_factory=lambda: [f"{_HOOKS}._npp_hook", "identity_lambda"])
     save_hook_attrs: list[str] = field(default_factory=lambda: list(HOOK_ATTRIBUTES))
     retain_hooks_for_funcs: set[str] = field(default_factory=lambda: {_STEP})
 
@@ -198,32 +200,19 @@ def dirpath_for(cfg: MemProfilerCfg) -> str | None:
 
 
 def collectors_for(cfg: MemProfilerCfg) -> list[Collector]:
-    """Return the collectors that an enabled ``cfg`` requests, as far as this machine supports them.
+    """Return the collectors that an enabled ``cfg`` requests.
 
     Raises:
         ConfigError: a dotted name does not resolve, or a value is not usable.
     """
-    cuda = _usable_cuda(cfg)
-    collectors: list[Collector] = [Pulse(), HostMemory(), OOMAutopsy()]
-    if (functions := _function_memory(cfg, cuda=cuda)) is not None:
-        collectors.append(functions)
-    if (sharded := _fsdp_memory(cfg)) is not None:
-        collectors.append(sharded)
-    return collectors
+    chosen = (_function_memory(cfg), _fsdp_memory(cfg))
+    return [Pulse(), HostMemory(), OOMAutopsy(), *(collector for collector in chosen if collector is not None)]
 
 
-def _usable_cuda(cfg: MemProfilerCfg) -> bool:
-    available = torch.cuda.is_available()
+def _function_memory(cfg: MemProfilerCfg) -> FunctionMemory | None:
     funcs = cfg.collect_funcs
-    if not available and (cfg.cuda_allocator_history or funcs.cuda or funcs.cuda_allocator_history):
-        rank_zero_warn("memprofiler_cfg requests CUDA memory, but there is no CUDA device: everything else is recorded")
-    return available
-
-
-def _function_memory(cfg: MemProfilerCfg, *, cuda: bool) -> FunctionMemory | None:
-    funcs = cfg.collect_funcs
-    snapshots = funcs.default | funcs.cuda_allocator_history if cuda else set()
-    names = {*funcs.default, *funcs.cpu, *snapshots, *(funcs.cuda if cuda else ())}
+    snapshots = funcs.default | funcs.cuda_allocator_history
+    names = snapshots | funcs.cpu | funcs.cuda
     if not names:
         return None
     measured, hooks = _user_hooks(cfg)
@@ -236,8 +225,6 @@ def _function_memory(cfg: MemProfilerCfg, *, cuda: bool) -> FunctionMemory | Non
         dump_pickle=cfg.dump_memorystats_pickle,
         calls=CallRange(cfg.schedule.warmup_iters + 1, cfg.schedule.last),
         user_hooks=hooks,
-        # finetuning-scheduler waits for all functions by default: it overwrites the set when the model is connected.
-        retain_hooks_for=() if cfg.retain_hooks_for_funcs == {_STEP} else tuple(sorted(cfg.retain_hooks_for_funcs)),
     )
 
 
@@ -246,22 +233,19 @@ def _user_hooks(cfg: MemProfilerCfg) -> tuple[bool, UserHooks | None]:
     pair = saved_tensors_pair(cfg.saved_tensors_funcs) if cfg.enable_saved_tensors_hooks else None
     if not cfg.enable_memory_hooks:
         return False, None if pair is None else UserHooks(saved_tensors_funcs=pair)
-    around = [_resolved(hooks) for hooks in (cfg.memory_hooks.pre_forward_hooks, cfg.memory_hooks.post_forward_hooks)]
-    resets = _resolved(cfg.memory_hooks.reset_state_hooks)
-    measured = any(isinstance(hook, BuiltIn) for hooks in around for hook in hooks)
-    before, after = (tuple(hook for hook in hooks if not isinstance(hook, BuiltIn)) for hooks in around)
-    if not any((before, after, pair)) and all(isinstance(hook, BuiltIn) for hook in resets):
+    given = (cfg.memory_hooks.pre_forward_hooks, cfg.memory_hooks.post_forward_hooks)
+    around = [[resolve(hook) for hook in hooks] for hooks in given]
+    measured = any(hook is None for hooks in around for hook in hooks)
+    before, after = (tuple(hook for hook in hooks if hook is not None) for hooks in around)
+    resets = map(resolve, cfg.memory_hooks.reset_state_hooks)
+    reset = tuple(reset_attributes if hook is None else hook for hook in resets)
+    if not any((before, after, pair)) and all(hook is reset_attributes for hook in reset):
         return measured, None
     # The built-in measurements have these names in the files already.
     own = tuple(name for name in cfg.save_hook_attrs if not (measured and name in HOOK_ATTRIBUTES))
-    reset = tuple(reset_attributes if isinstance(hook, BuiltIn) else hook for hook in resets)
     return measured, UserHooks(
         pre_forward=before, post_forward=after, reset_state=reset, saved_tensors_funcs=pair, save_attributes=own
     )
-
-
-def _resolved(hooks: Iterable[str | Callable[..., Any]]) -> list[Callable[..., Any] | BuiltIn]:
-    return [resolve(hook) for hook in hooks]
 
 
 def _tracks_fsdp(cfg: MemProfilerCfg) -> bool:
@@ -288,32 +272,19 @@ def _fsdp_memory(cfg: MemProfilerCfg) -> FSDPMemory | None:
         raise ConfigError(f"memprofiler_cfg, fsdp_mem_track_module_depth or fsdp_mem_tracker_units: {error}") from error
 
 
-class BuiltIn(Enum):
-    """Built-in replacements of finetuning-scheduler's hooks, by the name of its function."""
-
-    PRE_FORWARD = "_hook_npp_pre_forward"
-    POST_FORWARD = "_hook_npp_post_forward"
-    RESET_STATE = "_reset_memory_hooks_state"
-    NPP_PACK = "_npp_hook"
-    IDENTITY = "identity_lambda"
-
-
-def resolve(hook: str | Callable[..., Any]) -> Callable[..., Any] | BuiltIn:
-    """Return the function with a dotted name, or its built-in replacement.
+def resolve(hook: Hook) -> Callable[..., Any] | None:
+    """Return a function, by its dotted name or as it is; None for one of finetuning-scheduler's own.
 
     Raises:
         ConfigError: the name cannot be imported, or is not callable.
     """
     name = hook if isinstance(hook, str) else f"{getattr(hook, '__module__', '')}.{getattr(hook, '__name__', '')}"
-    last = name.rpartition(".")[2]
-    if name == BuiltIn.IDENTITY.value or (
-        name.startswith(f"{_HOME}.") and last in {hook_name.value for hook_name in BuiltIn}
-    ):
-        return BuiltIn(last)
+    if name == "identity_lambda" or (name.startswith(f"{_HOME}.") and name.rpartition(".")[2] in _BUILT_IN):
+        return None
     found = _imported(hook) if isinstance(hook, str) else hook
     if not callable(found):
         raise ConfigError(f"memprofiler_cfg names {hook!r}: it is {type(found).__name__}, but must be a function")
-    return found
+    return cast("Callable[..., Any]", found)
 
 
 def _imported(name: str) -> Any:
@@ -339,10 +310,8 @@ def identity(value: Any) -> Any:
     return value
 
 
-def saved_tensors_pair(
-    funcs: Sequence[str | Callable[..., Any]],
-) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the pack and the unpack function, or None where both are built in.
+def saved_tensors_pair(funcs: Sequence[Hook]) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the pack and the unpack function, or None where both are finetuning-scheduler's.
 
     Raises:
         ConfigError: there are not two functions, or one cannot be imported.
@@ -350,12 +319,9 @@ def saved_tensors_pair(
     if isinstance(funcs, str) or len(funcs) != 2:
         raise ConfigError(f"saved_tensors_funcs={funcs!r}: must be a pack and an unpack function")
     pack, unpack = (resolve(function) for function in funcs)
-    if isinstance(pack, BuiltIn) and isinstance(unpack, BuiltIn):
+    if pack is None and unpack is None:
         return None
-    return (
-        identity if isinstance(pack, BuiltIn) else pack,
-        checked_unpack if isinstance(unpack, BuiltIn) else unpack,
-    )
+    return identity if pack is None else pack, checked_unpack if unpack is None else unpack
 
 
 class MemProfiler(MemProfilerCallback):
@@ -386,17 +352,36 @@ class MemProfiler(MemProfilerCallback):
     def settings(self, trainer: Trainer) -> Settings:
         """Return the settings of this run, without collectors that it does not support, as in finetuning-scheduler."""
         settings = super().settings(trainer)
-        fitting = [_fitting(collector, trainer) for collector, _ in settings.collectors]
+        fitting = [self._fitting(collector, trainer) for collector, _ in settings.collectors]
         # No collector is required: one that is not available is reported, and the others record.
         return replace(settings, collectors=[(collector, False) for collector in fitting if collector is not None])
-
-    def leads(self, trainer: Trainer) -> bool:
-        """Whether it is enabled."""
-        return self.memprofiler_cfg.enabled
 
     def steps_aside(self, trainer: Trainer) -> bool:
         """Whether it is disabled."""
         return not self.memprofiler_cfg.enabled
+
+    def _fitting(self, collector: Collector, trainer: Trainer) -> Collector | None:
+        """Return the collector without the parts that this run does not support, or None."""
+        if isinstance(collector, FSDPMemory):
+            return collector if trainer.state.fn == "fit" else None
+        if not isinstance(collector, FunctionMemory):
+            return collector
+        module, device = trainer.lightning_module, trainer.strategy.root_device
+        missing = [name for name in collector.functions if not hasattr(type(module), name) and name not in vars(module)]
+        if missing:
+            rank_zero_warn(
+                f"memprofiler_cfg names {', '.join(missing)}, which {type(module).__name__} does not have; "
+                "mark a method of another object with @memprofilable to record it"
+            )
+        functions = tuple(name for name in collector.functions if name not in missing)
+        if device.type == "cuda":
+            return replace(collector, functions=functions)
+        funcs = self.memprofiler_cfg.collect_funcs
+        if collector.allocator_snapshots or funcs.cuda or funcs.cuda_allocator_history:
+            rank_zero_warn(
+                f"memprofiler_cfg requests CUDA memory, but the model is on {device}: everything else is recorded"
+            )
+        return replace(collector, functions=functions, allocator_snapshots=False)
 
 
 class MemProfilerCLI(LightningCLI):
@@ -433,30 +418,6 @@ def add_memprofiler_arguments(parser: ArgumentParser) -> None:
     else:
         parser.add_class_arguments(class_from_function(_configured), _CALLBACK)
     parser.link_arguments(_CONFIGURATION, f"{_CALLBACK}.memprofiler_cfg", apply_on="instantiate")
-
-
-def _fitting(collector: Collector, trainer: Trainer) -> Collector | None:
-    """Return the collector without the parts that this run does not support, or None."""
-    if isinstance(collector, FSDPMemory):
-        return collector if trainer.state.fn == "fit" else None
-    if not isinstance(collector, FunctionMemory):
-        return collector
-    module = trainer.lightning_module
-    missing = [name for name in collector.functions if not hasattr(type(module), name) and name not in vars(module)]
-    if missing:
-        rank_zero_warn(
-            f"memprofiler_cfg names {', '.join(missing)}, which {type(module).__name__} does not have; "
-            "mark a method of another object with @memprofilable to record it"
-        )
-    snapshots = collector.allocator_snapshots
-    device = trainer.strategy.root_device
-    if snapshots and device.type != "cuda":
-        rank_zero_warn(
-            f"memprofiler_cfg requests CUDA memory, but the model is on {device}: everything else is recorded"
-        )
-        snapshots = False
-    functions = tuple(name for name in collector.functions if name not in missing)
-    return replace(collector, functions=functions, allocator_snapshots=snapshots)
 
 
 # Typed Any: with the class, the parser would show every argument twice.

@@ -1,8 +1,9 @@
 """A model of torch's native CUDA caching allocator: the same requests reserve the same bytes, without a device.
 
 Modeled: rounding, a small and a large pool for each stream, best fit, splitting, coalescing, expandable segments,
-release of cached blocks and retry at capacity, and the settings of `AllocatorSettings`. Not modeled: `record_stream`,
-private pools (CUDA graphs), `backend:cudaMallocAsync`.
+release of cached blocks and retry at capacity, and the settings of `AllocatorSettings`. Not modeled: other settings,
+`record_stream`, private pools (CUDA graphs), and `garbage_collection_threshold`, which has an effect only with a limit
+of the process.
 
 Among free blocks of one size torch takes the one in the oldest segment since 2.13, and that of the lowest address up to
 2.11 (2.12: the oldest block, which is not modeled). The driver chooses addresses: on Linux it places newer segments
@@ -23,62 +24,41 @@ import msgspec
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.units import MIB, format_bytes
 
-_ROUND: Final = 512
+GRANULE: Final = 512  # of requests
 _SMALL: Final = MIB
 _SMALL_SEGMENT: Final = 2 * MIB
-OWN_SEGMENT: Final = 10 * MIB  # from here on a request gets a segment of its own size
+_OWN_SEGMENT: Final = 10 * MIB  # from here on a request gets a segment of its own size
 LARGE_SEGMENT: Final = 20 * MIB
-INTERVALS: Final = 16  # of roundup_power2_divisions: powers of two from 1 MiB to 64 GiB
 _FIRST_ADDRESS: Final = 1 << 45
 _DEVICE_BYTES: Final = 1 << 42  # of an unknown device
 
-_LIVE: Final = 0
-_FREE: Final = 1
-_UNMAPPED: Final = 2  # a range of an expandable segment without memory
+LIVE: Final = 0
+FREE: Final = 1
+UNMAPPED: Final = 2  # a range of an expandable segment without memory
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
-    """Settings of the native allocator, sizes in bytes.
-
-    `roundup_power2_divisions` has one number per power of two from 1 MiB to 64 GiB; 0 and 1 disable it.
-    `garbage_collection_threshold` has an effect only with a limit of the process. `ignored` are the settings that
-    change no figure of this model, or that it does not know.
-    """
+    """Settings of the native allocator, sizes in bytes."""
 
     max_split_size: int = sys.maxsize
-    max_non_split_rounding_size: int = LARGE_SEGMENT
-    roundup_power2_divisions: tuple[int, ...] = (0,) * INTERVALS
     expandable_segments: bool = False
-    garbage_collection_threshold: float = 0.0
-    large_segment_size: int = LARGE_SEGMENT
-    per_process_memory_fraction: float = 1.0
     newest_segment_first: bool = False
-    ignored: tuple[str, ...] = ()
 
-    def rounded(self, nbytes: int) -> int:
-        """Return the size of the block for a request."""
-        divisions = self.roundup_power2_divisions[min(max(nbytes.bit_length() - 21, 0), INTERVALS - 1)]
-        if divisions < 2 or nbytes <= _ROUND * divisions:
-            return max(-(-nbytes // _ROUND), 1) * _ROUND
-        step = max((1 << (nbytes.bit_length() - 1)) // divisions, 1)
-        return -(-nbytes // step) * step
+
+def rounded(nbytes: int) -> int:
+    """Return the size of the block for a request."""
+    return round_up(max(nbytes, 1), GRANULE)
 
 
 class OutOfMemoryError(MemprofError):
-    """A request that failed after every cached block was released: its bytes, and those in use and reserved then."""
-
-    def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
-        super().__init__(
-            f"out of memory: {format_bytes(requested_bytes)} requested with {format_bytes(allocated_bytes)} allocated"
-            f" and {format_bytes(reserved_bytes)} reserved"
-        )
-        self.requested_bytes = requested_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
+    """A request that failed after every cached block was released."""
 
 
 class Block:
-    """A block of a segment, and the handle of an allocation; `size` in bytes, with rounding."""
+    """A block of a segment, and the handle of an allocation.
+
+    `size` is in bytes, with rounding; `state` is `LIVE`, `FREE` or `UNMAPPED`.
+    """
 
     __slots__ = ("address", "after", "before", "pool", "size", "state", "stream")
 
@@ -90,16 +70,6 @@ class Block:
         self.state = state
         self.before: Block | None = None
         self.after: Block | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the block is allocated."""
-        return self.state == _LIVE
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether the block has memory; False only in expandable segments."""
-        return self.state != _UNMAPPED
 
     def split(self, size: int, state: int) -> Block:
         """Keep the first `size` bytes; return the rest, in the given state."""
@@ -114,21 +84,19 @@ class Block:
 class _Pool:
     """Free blocks of one size class."""
 
-    __slots__ = ("free", "is_small", "lookups", "page", "unmapped")
+    __slots__ = ("free", "is_small", "page", "unmapped")
 
     def __init__(self, page: int, *, is_small: bool) -> None:
         self.is_small = is_small
         self.page = page  # of expandable segments
-        # Stream, size, address, block, and the number of lookups when it was freed: its age for garbage collection.
-        self.free: list[tuple[int, int, int, Block, int]] = []
+        self.free: list[tuple[int, int, int, Block]] = []  # stream, size, address, block
         self.unmapped: list[tuple[int, int, Block]] = []  # stream, address, block
-        self.lookups = 0
 
     def add(self, block: Block) -> None:
-        insort(self.free, (block.stream, block.size, block.address, block, self.lookups))
+        insort(self.free, (block.stream, block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        if block.state == _FREE:
+        if block.state == FREE:
             del self.free[bisect_left(self.free, (block.stream, block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
@@ -143,7 +111,7 @@ class _Pool:
             self.remove(before)
             _absorb(before, block)
             block = before
-        if state == _FREE:
+        if state == FREE:
             self.add(block)
         else:
             insort(self.unmapped, (block.stream, block.address, block))
@@ -163,8 +131,7 @@ class CachingAllocator:
     Args:
         settings: the allocator's settings.
         capacity_bytes: memory that the driver can give to this process; None: unlimited.
-        limit_bytes: what `torch.cuda.set_per_process_memory_fraction` or the setting of that name allows; None: not
-            set.
+        limit_bytes: what `torch.cuda.set_per_process_memory_fraction` allows; None: not set.
         place: returns the address of a new segment of the given size; None: in the order of the settings.
     """
 
@@ -183,10 +150,9 @@ class CachingAllocator:
         self.retries = 0
         self._place = place or self._next_place
         self._next_address = _FIRST_ADDRESS
-        self._large = _Pool(self.settings.large_segment_size, is_small=False)
+        self._large = _Pool(LARGE_SEGMENT, is_small=False)
         self._small = _Pool(_SMALL_SEGMENT, is_small=True)
         self._segments: dict[int, Block] = {}
-        self._collects = limit_bytes is not None and self.settings.garbage_collection_threshold > 0
         self._splits_to_round = self.settings.expandable_segments
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
@@ -196,19 +162,19 @@ class CachingAllocator:
             OutOfMemoryError: capacity or limit do not allow it.
         """
         settings = self.settings
-        size = settings.rounded(nbytes)
+        size = rounded(nbytes)
         pool = self._small if size <= _SMALL else self._large
         block = self._cached(pool, stream, size) or self._reserve(pool, stream, size)
         if block is None:
-            raise OutOfMemoryError(nbytes, self.allocated_bytes, self.reserved_bytes)
+            raise OutOfMemoryError(f"{format_bytes(nbytes)} requested, {format_bytes(self.allocated_bytes)} allocated")
         rest = block.size - size
         if (
-            rest >= _ROUND
+            rest >= GRANULE
             if pool.is_small or self._splits_to_round
             else rest > _SMALL and size < settings.max_split_size
         ):
-            pool.add(block.split(size, _FREE))
-        block.state = _LIVE
+            pool.add(block.split(size, FREE))
+        block.state = LIVE
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
@@ -219,33 +185,22 @@ class CachingAllocator:
         Raises:
             ValueError: the block is not live.
         """
-        if block.state != _LIVE:
+        if block.state != LIVE:
             raise ValueError(f"the block at {block.address:#x} is not live")
         self.allocated_bytes -= block.size
-        block.state = _FREE
+        block.state = FREE
         block.pool.insert(block)
 
     def empty_cache(self) -> None:
         """Release the segments, and the pages of expandable segments, that have no live block."""
-        for _, _, _, block, _ in (*self._large.free, *self._small.free):
+        for _, _, _, block in (*self._large.free, *self._small.free):
             if self.settings.expandable_segments:
                 self._unmap(block)
             elif block.before is None and block.after is None:
                 self._release(block)
 
-    def segments(self) -> list[list[Block]]:
-        """Return the blocks of each segment in order of addresses."""
-        found = []
-        for head in self._segments.values():
-            blocks, block = [head], head.after
-            while block is not None:
-                blocks.append(block)
-                block = block.after
-            found.append(blocks)
-        return found
-
     def _next_place(self, size: int) -> int:
-        size = _round_up(size, _SMALL_SEGMENT)
+        size = round_up(size, _SMALL_SEGMENT)
         if self.settings.newest_segment_first:
             self._next_address -= size
             return self._next_address
@@ -254,7 +209,6 @@ class CachingAllocator:
 
     def _cached(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """Take the best free block out of its pool; None if there is none."""
-        pool.lookups += 1
         free, settings = pool.free, self.settings
         i, end = bisect_left(free, (stream, size)), len(free)
         if i == end or free[i][0] != stream:
@@ -267,14 +221,12 @@ class CachingAllocator:
         if size < settings.max_split_size:
             if found >= settings.max_split_size:
                 return None
-        elif found >= size + settings.max_non_split_rounding_size:
+        elif found >= size + LARGE_SEGMENT:
             return None
         return free.pop(i)[3]
 
     def _reserve(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """Get a block from the driver, if need be after releasing cached blocks; None if memory is exhausted."""
-        if self._collects:
-            self._collect_garbage()
         block = self._grow(pool, stream, size)
         if block is None and self._release_oversize(pool, stream, size):
             block = self._grow(pool, stream, size)
@@ -287,15 +239,15 @@ class CachingAllocator:
     def _grow(self, pool: _Pool, stream: int, size: int) -> Block | None:
         if pool.is_small:
             segment = _SMALL_SEGMENT
-        elif size < OWN_SEGMENT:
-            segment = self.settings.large_segment_size
+        elif size < _OWN_SEGMENT:
+            segment = LARGE_SEGMENT
         else:
-            segment = _round_up(size, _SMALL_SEGMENT)
+            segment = round_up(size, _SMALL_SEGMENT)
         if self.reserved_bytes + segment > self.limit_bytes:
             return None
         if self.settings.expandable_segments:
             return self._expand(pool, stream, size)
-        return self._new_segment(pool, stream, segment, _FREE) if self._charge(segment) else None
+        return self._new_segment(pool, stream, segment, FREE) if self._charge(segment) else None
 
     def _charge(self, nbytes: int) -> bool:
         """Count bytes from the driver; False if it has no more."""
@@ -332,33 +284,14 @@ class CachingAllocator:
             self._release(pool.free[i][3])
         return released >= wanted
 
-    def _collect_garbage(self) -> None:
-        """Release whole large segments above the threshold, those first that are cached longer than the average."""
-        wanted = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self.limit_bytes)
-        if wanted <= 0:
-            return
-        pool = self._large
-        cached = [
-            (pool.lookups - at, block)
-            for _, _, _, block, at in pool.free
-            if block.before is None and block.after is None and not self.settings.expandable_segments
-        ]
-        while cached and wanted > 0:
-            mean = sum(age for age, _ in cached) / len(cached)
-            for age, block in cached:
-                if age >= mean:
-                    wanted -= block.size
-                    self._release(block)
-            cached = [(age, block) for age, block in cached if age < mean]
-
     def _expand(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """Map pages of an expandable segment up to a free block of the size, and take it; None if memory is exhausted.
 
         Pages that were mapped before a failure stay mapped.
         """
         block: Block | None = self._room(pool, stream, size)
-        while block is not None and (block.state == _UNMAPPED or block.size < size):
-            mapped = 0 if block.state == _UNMAPPED else block.size
+        while block is not None and (block.state == UNMAPPED or block.size < size):
+            mapped = 0 if block.state == UNMAPPED else block.size
             following = block.after if mapped else block
             block = following and self._map(following, min(following.size, size - mapped))
         if block is not None:
@@ -370,26 +303,26 @@ class CachingAllocator:
         for owner, _, block in pool.unmapped:
             if owner != stream:
                 continue
-            first = block.before if block.before is not None and block.before.state == _FREE else block
+            first = block.before if block.before is not None and block.before.state == FREE else block
             room = 0
             at: Block | None = first
-            while room < size and at is not None and at.state != _LIVE:
+            while room < size and at is not None and at.state != LIVE:
                 room += at.size
                 at = at.after
             if room >= size:
                 return first
         device = _DEVICE_BYTES if self.capacity_bytes == sys.maxsize else self.capacity_bytes
-        space = _round_up(device + device // 8, pool.page)
-        return pool.insert(self._new_segment(pool, stream, space, _UNMAPPED))
+        space = round_up(device + device // 8, pool.page)
+        return pool.insert(self._new_segment(pool, stream, space, UNMAPPED))
 
     def _map(self, block: Block, size: int) -> Block | None:
         """Back the start of an unmapped range by whole pages; return the free block they are part of."""
-        mapped = _round_up(size, block.pool.page)
+        mapped = round_up(size, block.pool.page)
         if not self._charge(mapped):
             return None
         block.pool.remove(block)
-        rest = block.split(mapped, _UNMAPPED) if mapped < block.size else None
-        block.state = _FREE
+        rest = block.split(mapped, UNMAPPED) if mapped < block.size else None
+        block.state = FREE
         if rest is not None:
             block.pool.insert(rest)
         return block.pool.insert(block)
@@ -398,14 +331,14 @@ class CachingAllocator:
         """Release the whole pages inside a free block of an expandable segment."""
         pool, page = block.pool, block.pool.page
         base = max(address for address in self._segments if address <= block.address)
-        start = base + _round_up(block.address - base, page)
+        start = base + round_up(block.address - base, page)
         size = (block.address + block.size - base) // page * page - (start - base)
         if size <= 0:
             return
         pool.remove(block)
-        middle = block.split(start - block.address, _UNMAPPED) if start > block.address else block
-        middle.state = _UNMAPPED
-        rest = middle.split(size, _FREE) if size < middle.size else None
+        middle = block.split(start - block.address, UNMAPPED) if start > block.address else block
+        middle.state = UNMAPPED
+        rest = middle.split(size, FREE) if size < middle.size else None
         for free in (block, rest):
             if free is not None and free is not middle:
                 pool.insert(free)
@@ -418,8 +351,9 @@ class CachingAllocator:
 
 def _expanded(block: Block) -> int:
     after = block.after
-    return block.size + (after.size if after is not None and after.state == _UNMAPPED else 0)
+    return block.size + (after.size if after is not None and after.state == UNMAPPED else 0)
 
 
-def _round_up(size: int, step: int) -> int:
+def round_up(size: int, step: int) -> int:
+    """Return the smallest multiple of ``step`` that is not below ``size``."""
     return -(-size // step) * step

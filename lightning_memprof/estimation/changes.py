@@ -53,7 +53,18 @@ class _AdamW8bit(Optimizer):
 
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_OPTIMIZERS: Final = ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "adafactor", "adamw8bit")
+_OPTIMIZERS: Final[Mapping[str, Callable[[Any], Optimizer]]] = MappingProxyType(
+    {
+        "sgd": partial(torch.optim.SGD, lr=0.1),
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adagrad": torch.optim.Adagrad,
+        "rmsprop": torch.optim.RMSprop,
+        "adafactor": torch.optim.Adafactor,
+        "adamw8bit": _AdamW8bit,
+    }
+)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +96,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     def optimizers(self, found: Iterable[Optimizer]) -> list[Optimizer]:
         """Return optimizers of the change's kind for the parameters of those of the program."""
-        return [_optimizer(self.optimizer, optimizer) if self.optimizer else optimizer for optimizer in found]
+        if self.optimizer is None:
+            return list(found)
+        groups = ([each for group in optimizer.param_groups for each in group["params"]] for optimizer in found)
+        return [_OPTIMIZERS[self.optimizer](parameters) for parameters in groups]
 
     def prepare(self, model: nn.Module) -> None:
         """Change a model's repeated blocks.
@@ -154,22 +168,6 @@ def _one_change(part: str, text: str) -> Change:
         return Change(name=part, costs="communication", trainer={"strategy": value})
     known = "checkpointing, offload, offload=activations, precision=, optimizer=, accumulate=, devices= and strategy="
     raise ConfigError(f"--what-if {text}: unknown change; known are {known}, several at once joined by +")
-
-
-def _optimizer(name: str, like: Optimizer) -> Optimizer:
-    parameters = [parameter for group in like.param_groups for parameter in group["params"]]
-    optim = torch.optim
-    makers: dict[str, Callable[[Any], Optimizer]] = {
-        "sgd": partial(optim.SGD, lr=0.1),
-        "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
-        "adam": optim.Adam,
-        "adamw": optim.AdamW,
-        "adagrad": optim.Adagrad,
-        "rmsprop": optim.RMSprop,
-        "adafactor": optim.Adafactor,
-        "adamw8bit": _AdamW8bit,
-    }
-    return makers[name](parameters)
 
 
 def checkpoint_blocks(model: nn.Module) -> int:

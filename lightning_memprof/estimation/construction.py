@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import traceback
 from collections.abc import Callable, Collection
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
+from lightning.fabric.utilities.apply_func import _TransferableDataType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -76,12 +78,9 @@ def _numel(args: Any, kwargs: Any) -> int:
 
 
 def _in_constructor() -> bool:
-    frame: Any = sys._getframe(2)  # noqa: SLF001 inspect.stack() reads source files
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(sys._getframe(2))  # noqa: SLF001 inspect.stack() reads source files
+    makers = (frame for frame, _ in frames if frame.f_code.co_name == "__init__")
+    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in makers)
 
 
 def without_data(model: nn.Module, device: torch.device, offloaded: Collection[int] = ()) -> None:
@@ -99,7 +98,7 @@ def without_data(model: nn.Module, device: torch.device, offloaded: Collection[i
     def replaced(tensor: Any) -> Any:
         if id(tensor) not in made:
             place = torch.device("cpu") if id(tensor) in offloaded else device
-            fake = _shard(tensor, place) if isinstance(tensor, DTensor) else _empty(tensor, place)
+            fake = _shard(tensor, place) if isinstance(tensor, DTensor) else empty_like(tensor, place)
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
             # The original is kept: its number must not be given to another tensor.
@@ -116,22 +115,16 @@ def without_data(model: nn.Module, device: torch.device, offloaded: Collection[i
             setattr(module, name, apply_to_collection(getattr(module, name), Tensor, replaced))
 
 
-def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the same shape, strides and dtype on a device, without values."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _shard(tensor: DTensor, device: torch.device) -> Tensor:
     # DTensor.from_local would move it to the mesh's device.
     make: Any = DTensor
-    found: Tensor = make(_empty(tensor.to_local().detach(), device), tensor._spec, requires_grad=False)  # noqa: SLF001
+    found: Tensor = make(empty_like(tensor.to_local().detach(), device), tensor._spec, requires_grad=False)  # noqa: SLF001
     return found
-
-
-@runtime_checkable
-class _Movable(Protocol):
-    """What Lightning moves to a device by its own method; its tensors are attributes."""
-
-    def to(self, device: Any) -> Any: ...
 
 
 def with_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -146,7 +139,8 @@ def with_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
                 found.__dict__[name] = with_tensors(value, function)
         return found
 
-    return apply_to_collection(batch, _Movable, replaced)
+    # What Lightning moves to a device by its own method; its tensors are attributes.
+    return apply_to_collection(batch, _TransferableDataType, replaced)
 
 
 def batch_tensors(batch: Any) -> list[torch.Tensor]:

@@ -6,10 +6,9 @@ import functools
 import io
 import logging
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from lightning_memprof.compare.batches import largest_fitting
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
-from lightning_memprof.estimation.program import OPTIONS, is_cli, require_program, run_program
+from lightning_memprof.estimation.program import require_program, run_program
 from lightning_memprof.estimation.program_lines import failure_line, user_line
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, simulate
@@ -37,7 +36,8 @@ from lightning_memprof.units import format_bytes
 # torch's message about a tensor of LargeOnMeta.
 _NO_DATA: Final = "Cannot copy out of meta tensor"
 _MOST_SAMPLES: Final = 1 << 20
-_MOST_WORDS: Final = 200
+# The exit code of a program that refuses its arguments.
+_USAGE: Final = 2
 _DATA: Final = ("train_dataloaders", "val_dataloaders", "datamodule")
 # The program gets a Trainer that needs no device; the simulation makes its own from the same arguments.
 _HARMLESS: Final = {
@@ -74,9 +74,10 @@ class Estimate(model.Estimate, frozen=True, kw_only=True):
         return f"Estimate({self.program!r}: {self.fit}, {format_bytes(self.reserved.likely_bytes)} reserved)"
 
     def _repr_html_(self) -> str:
-        from lightning_memprof.report.printers.html import estimate_to_html, framed
+        from lightning_memprof.report.charts.steps import live_chart
+        from lightning_memprof.report.printers.html import framed, render_document
 
-        return framed(estimate_to_html(self))
+        return framed(render_document(self.document(), [live_chart(self.live)]))
 
 
 def estimate_program(program: Sequence[str], wanted: Wanted) -> Estimate:
@@ -131,17 +132,12 @@ def _arguments(trainer: Trainer | None) -> dict[str, Any]:
     """Return the arguments of a Trainer that decide bytes."""
     if trainer is None:
         return {}
-    return {
-        "precision": trainer.precision,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradient_clip_val": trainer.gradient_clip_val,
-        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-        "callbacks": list(getattr(trainer, "callbacks", ())),
-        "max_epochs": trainer.max_epochs,
-        "strategy": trainer.strategy,
-        "devices": trainer.num_devices,
-        "num_nodes": trainer.num_nodes,
-    }
+    same = (
+        "precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_epochs",
+        "strategy", "num_nodes",
+    )  # fmt: skip
+    named = {name: getattr(trainer, name) for name in same}
+    return {**named, "callbacks": list(getattr(trainer, "callbacks", ())), "devices": trainer.num_devices}
 
 
 def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
@@ -323,11 +319,6 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
         retries = logging.getLogger("huggingface_hub.utils._http")
         undo.callback(retries.setLevel, retries.level)
         retries.setLevel(logging.ERROR)
-        advice, said = _misplaced(program), io.StringIO()
-        if advice:
-            # The usage of the program's own parser would come before our line.
-            undo.callback(lambda: sys.stderr.write(said.getvalue()))
-            undo.enter_context(redirect_stderr(said))
         try:
             run_program(program)
         except _Reached as ended:
@@ -336,26 +327,15 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
             return
         except SystemExit as stop:
             if stop.code not in {None, 0}:
-                reason = said.getvalue().rpartition("error:")[2].strip()[:_MOST_WORDS]
-                said.truncate(0)
-                words = f"estimate: {name} ended with exit code {stop.code} before Trainer.fit"
-                raise MemprofError(f"{words}{reason and f' ({reason})'}{advice}") from stop
+                advice = "; options of estimate come before the program" if stop.code == _USAGE else ""
+                raise MemprofError(
+                    f"estimate: {name} ended with exit code {stop.code} before Trainer.fit{advice}"
+                ) from stop
         except MemprofError:
             raise
         except Exception as error:
             raise _FailedEarlyError(failure_line(error, f"{name} failed before Trainer.fit")) from error
     raise MemprofError(f"estimate: {name} ended without Trainer.fit: nothing to estimate")
-
-
-def _misplaced(program: Sequence[str]) -> str:
-    """Return advice where a program's arguments include options of ``estimate``."""
-    if is_cli(program):
-        return "; where a script calls LightningCLI with its classes, its name comes before fit"
-    given = [word.partition("=")[0] for word in program]
-    found = next((word for word in given[1:] if word in OPTIONS), None)
-    if found is None:
-        return ""
-    return f"; {found} after the program's name belongs to the program: put estimate's own options before it"
 
 
 @contextmanager

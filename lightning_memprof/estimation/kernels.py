@@ -19,6 +19,7 @@ from lightning_memprof.capture.torch_internals import (
     _storage_Use_Count,
     tree_leaves,
 )
+from lightning_memprof.estimation.allocator import round_up
 
 _IMAGES: Final = 4
 # Sizes of attention's blocks, in rows and columns; 16 bytes of each tile are its lock.
@@ -194,9 +195,9 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
     """
     yield from _copies(name, args, result)
     if name == "aten.convolution.default":
-        yield from _convolution(args[0], result, args[8])
+        yield from _convolution(name, (args[0], result), args[8], 1)
     elif name == "aten.convolution_backward.default":
-        yield from _convolution_backward(args[0], args[1], args[9], args[10])
+        yield from _convolution(name, args[:2], args[9], sum(args[10][:2]))
     elif name == "aten._scaled_dot_product_flash_attention_backward.default":
         yield from _flash_backward(args[1], (args[0], args[4]))
     elif name == "aten.native_group_norm_backward.default":
@@ -211,19 +212,11 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
         yield from _reduction(args[0], result, resident_threads, f"workspace of {name}")
 
 
-def _convolution(data: Tensor, result: Tensor, groups: int) -> Iterator[Buffer]:
-    """Yield cuDNN's workspace: copies of input and output with channels last, which tensor cores read."""
-    if groups == 1 and data.ndim == _IMAGES:
-        yield Buffer(data.nbytes + result.nbytes, "cuDNN in aten.convolution.default", is_optional=True)
-
-
-def _convolution_backward(gradient: Tensor, data: Tensor, groups: int, wanted: Any) -> Iterator[Buffer]:
-    """Yield cuDNN's workspaces for the gradients of input and weight: copies of gradient and input."""
-    if groups == 1 and data.ndim == _IMAGES:
-        for is_wanted in wanted[:2]:
-            if is_wanted:
-                label = "cuDNN in aten.convolution_backward.default"
-                yield Buffer(gradient.nbytes + data.nbytes, label, is_optional=True)
+def _convolution(name: str, operands: Sequence[Tensor], groups: int, results: int) -> Iterator[Buffer]:
+    """Yield cuDNN's workspace for each result: copies of its operands with channels last, which tensor cores read."""
+    if groups == 1 and operands[0].ndim == _IMAGES:
+        for _ in range(results):
+            yield Buffer(sum(tensor.nbytes for tensor in operands), f"cuDNN in {name}", is_optional=True)
 
 
 def _group_norm_backward(args: Any) -> Iterator[Buffer]:
@@ -244,8 +237,8 @@ def _flash_backward(query: Tensor, others: tuple[Tensor, Tensor]) -> Iterator[Bu
         if not tensor.transpose(1, 2).is_contiguous():
             yield Buffer(tensor.nbytes, "copy of an argument of flash attention")
     samples, heads, rows, width = query.shape
-    rows = _rounded(rows, _FLASH_ROWS)
-    width = _rounded(width, _FLASH_WIDTH if width <= _FLASH_ROWS else 2 * _FLASH_WIDTH)
+    rows = round_up(rows, _FLASH_ROWS)
+    width = round_up(width, _FLASH_WIDTH if width <= _FLASH_ROWS else 2 * _FLASH_WIDTH)
     yield Buffer(4 * samples * heads * rows, "flash attention's sums")
     yield Buffer(4 * samples * heads * rows * width, "flash attention's gradient of the query")
 
@@ -261,10 +254,6 @@ def _efficient_backward(query: Tensor, result: Tensor) -> Iterator[Buffer]:
     yield Buffer(samples * heads * tiles * (4 * _TILE**2 + _TILE_HEAD), "attention's gradient of the query")
 
 
-def _rounded(number: int, step: int) -> int:
-    return -(-number // step) * step
-
-
 def _reduction(data: Tensor, result: Tensor, resident_threads: int, label: str) -> Iterator[Buffer]:
     """Yield the partial results of a reduction that several blocks of threads share, and their semaphores.
 
@@ -276,7 +265,7 @@ def _reduction(data: Tensor, result: Tensor, resident_threads: int, label: str) 
         return
     is_whole = outputs == 1
     along = is_whole or data.shape[-1] != result.shape[-1] or _reduces_last(data, result)
-    width, height, vector = (inputs, outputs, 1) if along else (outputs, inputs, _vector(outputs))
+    width, height, vector = (inputs, outputs, 1) if along else (outputs, inputs, math.gcd(outputs, _VECTOR))
     if is_whole:
         width //= _VECTOR
     most = _MOST_THREADS // vector
@@ -306,11 +295,6 @@ def _reduction(data: Tensor, result: Tensor, resident_threads: int, label: str) 
 def _reduces_last(data: Tensor, result: Tensor) -> bool:
     """Return whether the last dimension is reduced where sizes alone do not say it."""
     return result.ndim < data.ndim and math.prod(data.shape[: result.ndim]) == result.numel()
-
-
-def _vector(outputs: int) -> int:
-    """Return how many outputs a thread computes: their number must be divisible."""
-    return next(vector for vector in (4, 2, 1) if outputs % vector == 0)
 
 
 def _power(number: int) -> int:

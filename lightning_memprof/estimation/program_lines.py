@@ -9,7 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import lightning
 import torch
@@ -72,24 +72,18 @@ def program_line(frames: Iterable[tuple[str, int]]) -> str:
 def user_line() -> str:
     """Return the line of the program that runs; empty where it decides no shape."""
     frames = []
-    frame: Any = sys._getframe(2)  # noqa: SLF001 inspect.stack() reads source files
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(2)):  # noqa: SLF001 inspect.stack() reads source files
         path = frame.f_code.co_filename
         if path.startswith(_HARMLESS) or path == _START:
             break
-        frames.append((path, frame.f_lineno))
-        frame = frame.f_back
+        frames.append((path, line))
     return program_line(frames)
 
 
 def is_in_metric() -> bool:
     """Return whether code of a metric runs: torchmetrics, or code that it calls, such as the program's ``update``."""
-    frame: Any = sys._getframe(1)  # noqa: SLF001 inspect.stack() reads source files
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == _METRICS:
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 inspect.stack() reads source files
+    return any(str(frame.f_globals.get("__name__")).partition(".")[0] == _METRICS for frame, _ in frames)
 
 
 def failure_line(error: BaseException, failed: str = "the simulated training failed") -> str:

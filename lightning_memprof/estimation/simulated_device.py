@@ -31,8 +31,8 @@ from lightning_memprof.capture.torch_internals import (
     tree_map,
 )
 from lightning_memprof.errors import MemprofError
+from lightning_memprof.estimation.allocator import GRANULE
 from lightning_memprof.estimation.kernels import CpuKernels
-from lightning_memprof.estimation.requests import GRANULE
 
 NAME: Final = "simgpu"
 _ALIGNMENT: Final = 8
@@ -212,13 +212,14 @@ def _cuda_autocast(kind: str) -> Iterator[None]:
     rest = _library("_", key)
     rules = _library("aten", key)
     rest.fallback(torch.library.fallthrough_kernel)
-    for names, casting in ((_LOWER, casts.lower), (_FLOAT, casts.full), (_WIDEST, casts.widest)):
+    chosen = (
+        (_LOWER, casts.lower), (_FLOAT, casts.full), (_WIDEST, casts.widest), (_FLOAT_RESULT, casts.full_result),
+    )  # fmt: skip
+    for names, casting in chosen:
         for operator in _cast_on_cuda(names):
             rules.impl(operator, _with_cast(operator, casting))
-    for operator in _cast_on_cuda(_FLOAT_RESULT):
-        rules.impl(operator, _with_float_result(operator, casts))
     for name in ("softmax", "log_softmax"):
-        rules.impl(f"{name}.int", _softmax(name, casts))
+        rules.impl(f"{name}.int", _with_cast(getattr(torch.ops.aten, name).int, casts.full_result))
 
     def forgetting(link: Link) -> Callable[[], None]:
         def clear() -> None:
@@ -266,6 +267,13 @@ class _Casts:
         has_full = any(self._is_float(leaf) and leaf.dtype == torch.float32 for leaf in tree_leaves(values))
         return self.full(values) if has_full else values
 
+    def full_result(self, values: Any) -> Any:
+        args, kwargs = values
+        has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        if has_dtype or not self._is_half(args[0]):
+            return values
+        return args, {**kwargs, "dtype": torch.float32}
+
     def _lower(self, value: Any) -> Any:
         dtype = torch.get_autocast_dtype(self._kind)
         if not self._is_float(value) or value.dtype in {dtype, torch.float64}:
@@ -277,12 +285,11 @@ class _Casts:
             self.weights[id(value)] = (value.to(dtype), value)
         return self.weights[id(value)][0]
 
-    def is_half(self, value: Any) -> bool:
-        """Return whether a value is a tensor of 16-bit numbers on the device."""
+    def _is_half(self, value: Any) -> bool:
         return self._is_float(value) and value.dtype in _HALVES
 
     def _full(self, value: Any) -> Any:
-        return value.float() if self.is_half(value) else value
+        return value.float() if self._is_half(value) else value
 
     def _is_float(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == self._kind and value.is_floating_point()
@@ -295,30 +302,6 @@ def _with_cast(operator: Any, casting: Callable[[Any], Any]) -> Callable[..., An
         with _ExcludeDispatchKeyGuard(excluded):
             args, kwargs = casting((args, kwargs))
             return operator(*args, **kwargs)
-
-    return call
-
-
-def _with_float_result(operator: Any, casts: _Casts) -> Callable[..., Any]:
-    excluded = DispatchKeySet(DispatchKey.AutocastPrivateUse1)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dtype") is None and casts.is_half(args[0]):
-            kwargs["dtype"] = torch.float32
-        with _ExcludeDispatchKeyGuard(excluded):
-            return operator(*args, **kwargs)
-
-    return call
-
-
-def _softmax(name: str, casts: _Casts) -> Callable[..., Any]:
-    operator = getattr(torch.ops.aten, name).int
-    excluded = DispatchKeySet(DispatchKey.AutocastPrivateUse1)
-
-    def call(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-        wanted = torch.float32 if dtype is None and casts.is_half(value) else dtype
-        with _ExcludeDispatchKeyGuard(excluded):
-            return operator(value, dim, wanted)
 
     return call
 

@@ -8,13 +8,12 @@ import logging
 import multiprocessing
 import os
 import pickle  # nosec B403
-import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import torch
@@ -24,6 +23,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from lightning_memprof.account.estimate import Conclusion, Device, Estimate, Host, Reserved
+from lightning_memprof.artifacts.own_program import end_with_parent
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
@@ -33,7 +33,7 @@ from lightning_memprof.estimation.changes import Change
 from lightning_memprof.estimation.construction import batch_tensors, with_tensors
 from lightning_memprof.estimation.program_lines import LOOPS, failure_line
 from lightning_memprof.estimation.ranks import Ranks, ranks_of
-from lightning_memprof.estimation.requests import Demand, StorageLog, demand
+from lightning_memprof.estimation.requests import Band, Demand, Part, StorageLog, demand
 from lightning_memprof.estimation.simulated_device import Target
 from lightning_memprof.estimation.storages import Assumed, StorageTracer, Values
 from lightning_memprof.estimation.trainer import (
@@ -49,12 +49,8 @@ from lightning_memprof.units import format_count
 
 _POINTS: Final = 300
 _PATIENCE_S: Final = 5.0
-_POLL_S: Final = 0.5
 # A loop that does not end before its bound is the same for every number from 1 on.
 _OTHERS: Final = (2, 0)
-# A loop of many reads ends at its bound, or as soon as their values change.
-_CONSTANT_READS: Final = 100
-_MOST_READS: Final = 50_000
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,40 +67,22 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[int, int]
 
 
-class _Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why there is no estimate.
-
-    Attributes:
-        message: in one line.
-        traceback: of the child process; empty where the message says all.
-    """
-
-    message: str
-    traceback: str = ""
-
-
-class _ChildError(Exception):
-    """Carries the traceback of a child process."""
-
-
 class Variation(msgspec.Struct, frozen=True, kw_only=True):
     """What is changed about the fit.
 
     Attributes:
-        change: what else is changed; None for nothing.
+        change: what else is changed.
         batch_size: samples in a batch; None keeps the loader's.
         sequence_length: tokens in a sample; None keeps the loader's.
         shapes: of the batch's tensors, in their order; empty keeps the loader's.
-        values: assumed where the program reads those of tensors.
         validates: whether validation runs too, where the program has one.
         rank: the rank to simulate.
     """
 
-    change: Change | None = None
+    change: Change = Change(name="", costs="")
     batch_size: int | None = None
     sequence_length: int | None = None
     shapes: Sequence[Sequence[int]] = ()
-    values: Values = msgspec.field(default_factory=Values)
     validates: bool = True
     rank: int = 0
 
@@ -141,46 +119,23 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is
 
 def _checked(fit: Fit, ranks: Ranks, device: Device, variation: Variation, *, is_checked: bool) -> Estimate:
     def run(values: Values) -> _Found:
-        return _in_child(lambda: _simulated(fit, ranks, device, replace(variation, values=values)))
+        return _in_child(lambda: _simulated(fit, ranks, device, variation, values))
 
-    found = _without_waiting(run, variation.values)
-    if found.assumed and variation.change is None and not is_checked:
-        _refuse_dependence(found, partial(_without_waiting, run))
+    found = run(Values())
+    if found.assumed and not (variation.change.name or is_checked):
+        _refuse_dependence(found, run)
     return found.estimate
 
 
-def _without_waiting(run: Callable[[Values], _Found], values: Values) -> _Found:
-    """Run a simulation whose loops may read many values, but may not wait for one.
-
-    Raises:
-        MemprofError: a loop ends as soon as the values that it reads change, or reads too many.
-    """
-    try:
-        return run(values)
-    except MemprofError as error:
-        if LOOPS not in str(error):
-            raise
-        try:
-            run(values._replace(constant=_CONSTANT_READS))
-        except MemprofError:
-            return run(values._replace(most=_MOST_READS))
-        raise
-
-
 def _ranks(fit: Fit, variation: Variation) -> Ranks:
-    ranks = replace(ranks_of(_arguments(fit, variation)), rank=variation.rank)
+    ranks = replace(ranks_of(variation.change.arguments(fit.trainer)), rank=variation.rank)
     if ranks.rank >= ranks.count:
         raise ConfigError(f"--rank {ranks.rank}: the training has {format_count(ranks.count, 'rank')}")
-    if variation.change is None or "parameters" not in variation.change.offloaded:
+    if "parameters" not in variation.change.offloaded:
         return ranks
     if not ranks.is_sharded:
         raise ConfigError("estimate: offload needs FSDP, as in strategy=fsdp2+offload; offload=activations does not")
     return replace(ranks, is_offloaded=True)
-
-
-def _arguments(fit: Fit, variation: Variation) -> dict[str, Any]:
-    change = variation.change or Change(name="", costs="")
-    return change.arguments(fit.trainer)
 
 
 def _refuse_dependence(found: _Found, other: Callable[[Values], _Found]) -> None:
@@ -216,21 +171,21 @@ def _requests(run: Callable[[Values], _Found], values: Values) -> tuple[int, int
 def _in_child(work: Callable[[], _Found]) -> _Found:
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
-    parent = os.getpid()
 
     def run() -> None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        end_with_parent()
+        found, message, trace = None, "", ""
         try:
             # The parent's threads of OpenMP are not here, and work that is split among them would wait forever.
             torch.set_num_threads(1)
             # After a backward of the parent torch has no thread for the device: this thread runs backward itself.
             with _quiet(), _no_gpu(), torch.autograd.set_multithreading_enabled(False):
-                found: _Found | _Failure = work()
+                found = work()
         except MemprofError as error:
-            found = _Failure(message=str(error))
+            message = str(error)
         except BaseException as error:  # noqa: BLE001 any failure of the program's code becomes one line
-            found = _Failure(message=failure_line(error), traceback="".join(traceback.format_exception(error)))
-        theirs.send_bytes(pickle.dumps(found))
+            message, trace = failure_line(error), "".join(traceback.format_exception(error))
+        theirs.send_bytes(pickle.dumps((found, message, trace)))
         theirs.close()
         # The program's exit handlers are the parent's.
         os._exit(0)
@@ -242,7 +197,7 @@ def _in_child(work: Callable[[], _Found]) -> _Found:
         child.start()
     theirs.close()
     try:
-        found = pickle.loads(mine.recv_bytes())  # noqa: S301 from our own child  # nosec B301
+        result, problem, cause = pickle.loads(mine.recv_bytes())  # noqa: S301 from our own child  # nosec B301
     except EOFError:
         child.join(_PATIENCE_S)
         raise MemprofError(f"estimate: the simulation ended with exit code {child.exitcode}") from None
@@ -251,17 +206,9 @@ def _in_child(work: Callable[[], _Found]) -> _Found:
         # Nothing is waited for: after its answer the child ends at once, and an interrupted one is not needed.
         child.kill()
         child.join()
-    if isinstance(found, _Failure):
-        raise MemprofError(found.message) from (_ChildError(f"\n{found.traceback}") if found.traceback else None)
-    result: _Found = found
-    return result
-
-
-def _end_with(parent: int) -> None:
-    """End this process soon after its parent, which a signal may end without a word."""
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    os._exit(1)
+    if problem:
+        raise MemprofError(problem) from (RuntimeError(f"in a child process\n{cause}") if cause else None)
+    return cast("_Found", result)
 
 
 @contextlib.contextmanager
@@ -289,17 +236,17 @@ def _no_gpu() -> Iterator[None]:
         yield
 
 
-def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> _Found:
+def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation, values: Values) -> _Found:
     began = time.monotonic()
     target = Target(
         is_gpu=device.name != "CPU",
         workspace_bytes=device.workspace_bytes,
         resident_threads=device.resident_threads,
     )
-    change = variation.change or Change(name="", costs="")
-    arguments = _arguments(fit, variation)
+    change = variation.change
+    arguments = change.arguments(fit.trainer)
     strategy = SimulatedStrategy(
-        target, ranks, partial(_resized, variation), change.optimizers, variation.values, prepare=change.prepare
+        target, ranks, partial(_resized, variation), change.optimizers, values, prepare=change.prepare
     )
     options = trainer_options(arguments, strategy, target, validates=variation.validates)
     try:
@@ -338,18 +285,19 @@ def _host(tracer: StorageTracer) -> Host:
 
 def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:
     peak = log.peak()
-    part = log.part_at(peak.position)
+    begun = [part for part in log.parts if part.position <= peak.position]
+    part = begun[-1] if begun else Part(0, 0, "setup")
     module_bytes = log.by(peak, "module", "category")
     needed = _demand(log, device)
     return Estimate(
         program=fit.program,
         device=device,
         allocated_bytes=peak.live_bytes,
-        reserved=Reserved(needed.low_bytes, needed.likely_bytes, needed.high_bytes),
+        reserved=Reserved(*needed.reserved),
         fit=_conclusion(needed, device),
         retries=needed.retries,
-        step=0 if part is None else part.step,
-        part="setup" if part is None else part.name,
+        step=part.step,
+        part=part.name,
         operator=log.label(peak.numbers[-1], "operator", peak.position) if peak.numbers else "",
         categories={name: count for (name,), count in log.by(peak, "category").most_common()},
         modules=[(module, category, count) for (module, category), count in module_bytes.most_common()],
@@ -376,9 +324,7 @@ def _assumptions(model: nn.Module, tracer: StorageTracer) -> Iterator[str]:
 def _demand(log: StorageLog, device: Device) -> Demand:
     if device.name == "CPU":
         peak, limit = log.peak().live_bytes, device.usable_bytes
-        return Demand(
-            low_bytes=peak, likely_bytes=peak, high_bytes=peak, retries=0, fits=limit is None or peak <= limit
-        )
+        return Demand(Band(peak, peak, peak), retries=0, fits=limit is None or peak <= limit)
     settings = environment_settings(os.environ)
     return demand(log.requests, settings, workspaces=log.optional, capacities=device.capacities)
 

@@ -34,7 +34,7 @@ from lightning_memprof.estimation.kernels import (
     storage_bytes,
 )
 from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, is_in_metric, user_line
-from lightning_memprof.estimation.requests import StorageLog
+from lightning_memprof.estimation.requests import Part, StorageLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 _MOVES: Final = MappingProxyType({"aten._to_copy.default": 0, "aten.copy_.default": 1})
 _READS: Final = ("aten._local_scalar_dense.default", "numpy")
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
-# Of numbers for loops that wait for a small, large or negative one.
-_TURNS: Final = (0, 2, 1_000_000, -1_000_000)
+# Of a line in a part of a step: a loop that waits for a value never ends, since that does not change.
+_MOST_READS: Final = 5_000
 
 
 class Values(NamedTuple):
@@ -58,14 +58,10 @@ class Values(NamedTuple):
     Attributes:
         number: where it reads a number.
         condition: where it reads True or False.
-        most: how many values a line may read in a part of a step.
-        constant: how many of them are the same; others follow.
     """
 
     number: int = 1
     condition: bool = False
-    most: int = 1_000
-    constant: int = 1_000_000
 
 
 class Assumed(NamedTuple):
@@ -149,7 +145,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that a part of a step begins, by the name that :class:`Part` gives it."""
         self._step, self._part = step, part
         self._reads.clear()
-        self.log.begin(step, part)
+        self.log.parts.append(Part(len(self.log.requests), step, part))
 
     def label(self, tensors: Iterable[tuple[str | None, Any]], category: str) -> None:
         """Set the category of tensors' storages, and their module's path where it is not None."""
@@ -325,10 +321,10 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._made
         if self._part not in {"forward", "backward"}:
             return "temporary"
-        # Autograd also runs inside a forward, for a penalty of gradients. Checkpointed modules run forward again inside
-        # autograd: what they make there is saved too.
+        # Checkpointed modules run forward again inside autograd, and a penalty of gradients has gradients itself: what
+        # they make is saved too.
         is_backward = _current_graph_task_id() != -1
-        return "temporary" if is_backward and not self._modules else "activation"
+        return "temporary" if is_backward and not torch.is_grad_enabled() else "activation"
 
     def _new(self, size: int, category: str, dtype: str, operator: str) -> int:
         module = self._modules[-1] if self._modules and category != "workspace" else ""
@@ -347,11 +343,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place := user_line():
             self.assumed[Assumed(place, is_condition)] = None
             self._reads[place] += 1
-            if self._reads[place] > self._values.most:
-                raise MemprofError(f"estimate: {place} reads over {self._values.most:,} values in a step: {LOOPS}")
-        turn = self._reads[place] - self._values.constant
-        if turn > 0:
-            return bool(turn % 2) if is_condition else _TURNS[turn % len(_TURNS)]
+            if self._reads[place] > _MOST_READS:
+                raise MemprofError(f"estimate: {place} reads over {_MOST_READS:,} values in a step: {LOOPS}")
         return self._values.condition if is_condition else self._values.number
 
 

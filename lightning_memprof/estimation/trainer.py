@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
@@ -40,6 +40,7 @@ from lightning_memprof.estimation.construction import (
     LargeOnMeta,
     OnMeta,
     batch_tensors,
+    empty_like,
     with_tensors,
     without_data,
 )
@@ -82,30 +83,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     called_at: str = ""
 
 
-class _SimulatedAccelerator(Accelerator):
+class _SimulatedAccelerator(CPUAccelerator):
     """One device of which Lightning asks nothing."""
-
-    def setup_device(self, device: torch.device) -> None:
-        pass
-
-    def teardown(self) -> None:
-        pass
-
-    @staticmethod
-    def parse_devices(devices: Any) -> Any:
-        return devices
-
-    @staticmethod
-    def get_parallel_devices(_: Any) -> Any:
-        return [torch.device("cpu")]
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
 
     @staticmethod
     def name() -> str:
@@ -133,12 +112,8 @@ class _Repeated:
     def __iter__(self) -> Iterator[Any]:
         while True:
             with self._making():
-                batch = with_tensors(self.batch, _like)
+                batch = with_tensors(self.batch, lambda tensor: empty_like(tensor, torch.device("cpu")))
             yield batch
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 class SimulatedStrategy(SingleDeviceStrategy):

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,8 +19,7 @@ from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.observe import deferred
 from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.integration import live_runs
-from lightning_memprof.integration.attachment import Attachment
+from lightning_memprof.integration.attachment import LIVE, Attachment, end_abandoned
 from lightning_memprof.integration.background import start_report
 from lightning_memprof.integration.place import claim_place
 from lightning_memprof.integration.settings import Settings, for_this_rank
@@ -29,14 +28,6 @@ from lightning_memprof.report.printers.terminal import is_terminal
 from lightning_memprof.units import printable
 
 log = logger_of(__name__)
-
-# The hooks of a batch, and what they pass to listeners.
-_BATCH_HOOKS: Final[dict[str, Literal["batch", "loss"] | None]] = {
-    "on_train_batch_start": "batch", "on_before_backward": "loss",
-    **dict.fromkeys(("on_train_batch_end", "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")),
-    **{f"on_{stage}_batch_start": "batch" for stage in ("validation", "test", "predict")},
-    **dict.fromkeys(f"on_{stage}_batch_end" for stage in ("validation", "test", "predict")),
-}  # fmt: skip
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -121,19 +112,15 @@ class Adapter(Callback):
             ConfigError: this Trainer does not support them.
         """
 
-    def leads(self, trainer: Trainer) -> bool:
-        """Whether the schedule of this adapter leads, and a profiler on the same Trainer lends it its collectors."""
-        return True
-
     def steps_aside(self, trainer: Trainer) -> bool:
-        """Whether another adapter of this Trainer records instead of this one."""
+        """Whether it records nothing, and its schedule does not lead: another adapter records, or it is disabled."""
         return False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Claim a directory and prepare the run."""
         if self.steps_aside(trainer):
             return
-        live_runs.end_abandoned(trainer)
+        end_abandoned(trainer)
         stage = getattr(stage, "value", stage)
         settings = for_this_rank(self.settings(trainer), trainer)
         self._place = claim_place(trainer, stage, settings.output.dirpath)
@@ -145,9 +132,7 @@ class Adapter(Callback):
             attachment = Attachment(trainer, stage, settings, self._place, Adapter, self)
             attachment.ended_early = partial(self._finish, trainer, attachment, None)
             self._attachments[id(trainer)] = attachment
-            live_runs.add(attachment)
-            attachment.tensors.changed = self._choose_hooks
-            self._choose_hooks()
+            LIVE.add(attachment)
         except MemprofError:
             self._log_lines.hide()
             raise
@@ -220,20 +205,7 @@ class Adapter(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the state of a running process."""
-        shown = {name: value for name, value in vars(self).items() if value is not None or name not in _BATCH_HOOKS}
-        return {**shown, "_attachments": {}, "_log_lines": LogLines()}
-
-    def _choose_hooks(self) -> None:
-        """Hide the hooks of a batch that have nothing to do: Lightning skips them, which saves it 2 µs for each."""
-        feeds = [attachment.tensors for attachment in self._attachments.values()]
-        # A callback of the program may call the hooks of one that the Trainer does not have.
-        can_hide = bool(feeds) and all(feed.is_callback(self) for feed in feeds)
-        for name, kind in _BATCH_HOOKS.items():
-            is_own = getattr(type(self), name) in (getattr(Adapter, name), getattr(Callback, name))
-            if can_hide and is_own and not any(kind and feed.listeners[kind] for feed in feeds):
-                vars(self).setdefault(name, None)
-            elif vars(self).get(name, self) is None:
-                del vars(self)[name]
+        return {**vars(self), "_attachments": {}, "_log_lines": LogLines()}
 
     def _pass(self, trainer: Trainer, kind: Literal["batch", "loss"], value: Any) -> None:
         attachment = self._attachments.get(id(trainer))
@@ -264,21 +236,21 @@ class Adapter(Callback):
     def _finish(
         self, trainer: Trainer, attachment: Attachment, exception: BaseException | None, reason: str | None = None
     ) -> None:
-        live_runs.discard(attachment)
+        LIVE.discard(attachment)
         if self._attachments.get(id(trainer)) is attachment:
             del self._attachments[id(trainer)]
+        output = attachment.settings.output
         with deferred(signal.SIGCHLD) as arrived:
             try:
                 self.ended(trainer, attachment, attachment.end(exception, reason))
-                if attachment.wants_report and trainer.is_global_zero:
+                if output.report and attachment.run.stage == "fit" and trainer.is_global_zero:
                     start_report(attachment.place)
             except Exception as error:
-                if attachment.raises:
+                if output.on_error == "raise":
                     raise
                 log.warning("the last files of the run cannot be written (%s)", describe(error), exc_info=True)
             finally:
                 attachment.release()
-                self._choose_hooks()
                 if not self._attachments:
                     self._log_lines.hide()
             if exception is not None:

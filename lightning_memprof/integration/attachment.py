@@ -1,7 +1,13 @@
-"""The life of a run on one rank: from ``setup`` to the last file."""
+"""The life of a run on one rank: from ``setup`` to the last file.
+
+Lightning calls neither ``on_exception`` nor ``teardown`` of a callback that the program has removed, nor where another
+callback raises in ``on_exception``. Some of these ends show in the Trainer's actions; the other runs are ended by the
+next event: a Trainer is made or set up, the Trainer is garbage, or the process exits.
+"""
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
 import sys
@@ -9,38 +15,69 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
+from weakref import WeakSet
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_memprof.artifacts.manifest import EndRow, NoteRow, UnavailableRow
 from lightning_memprof.artifacts.naming import regions_name
-from lightning_memprof.artifacts.series import PulseRow
-from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
-from lightning_memprof.capture.base import Collector, OnException, RunContext
-from lightning_memprof.capture.faults import describe
+from lightning_memprof.artifacts.series import LIGHTNING_PROFILER, PulseRow
+from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace, Sink
+from lightning_memprof.artifacts.upload import HURRY_S, PATIENCE_S
+from lightning_memprof.capture.base import Collector, OnException, RunContext, no_training_step
+from lightning_memprof.capture.budget import Ledger
+from lightning_memprof.capture.clock import device_timer
+from lightning_memprof.capture.faults import Faults, describe
 from lightning_memprof.capture.observe import hide_wrappers, kept_interrupts
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.sources.memory import without_statistics
 from lightning_memprof.capture.triggers.watch import TriggerWatch
+from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.background import RankSummaries
-from lightning_memprof.integration.context import available_collectors, build_context
 from lightning_memprof.integration.curves import Curves, curves_of
-from lightning_memprof.integration.driver import StepDriver, joined, position_source, stage_actions
-from lightning_memprof.integration.facts import training_facts
-from lightning_memprof.integration.feeds import ActionTap, TensorFeed
-from lightning_memprof.integration.live_runs import Endings
+from lightning_memprof.integration.driver import (
+    Handlers,
+    StepDriver,
+    joined,
+    position_source,
+    stage_actions,
+    stage_function,
+    steps_ahead,
+    unreachable,
+)
+from lightning_memprof.integration.facts import peak_flops, run_facts, training_facts
+from lightning_memprof.integration.feeds import ActionTap, TensorFeed, unprofiled_parts
 from lightning_memprof.integration.place import release_place
-from lightning_memprof.integration.reach import steps_ahead, unreachable
-from lightning_memprof.integration.settings import Settings
+from lightning_memprof.integration.settings import Settings, choice_note, group_timeout_seconds
 from lightning_memprof.logs import logger_of
+from lightning_memprof.packages import lightning_class
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.units import MIB, format_count
 
 log = logger_of(__name__)
 
 _INTERRUPTED: Final = "Lightning called neither on_exception nor teardown"
+_EXITED: Final = "the process exited during the run"
 # If many small objects took the last byte, no report could be made. It is never touched: address space only.
 _RESERVE_BYTES: Final = 32 * MIB
+
+
+# One per process, as is the state that a live run changes: torch's profiler, wrapped methods, signal handlers.
+LIVE: Final[WeakSet[Attachment]] = WeakSet()
+
+
+def end_abandoned(trainer: Trainer | None = None) -> None:
+    """End the live runs whose Trainer is over, and those of ``trainer``, which begins another."""
+    for run in tuple(LIVE):
+        if run.trainer is trainer or run.trainer.state.stopped:
+            run.abandon()
+
+
+@atexit.register
+def _end_all() -> None:
+    for run in tuple(LIVE):
+        run.abandon(None if run.trainer.state.stopped else _EXITED)
 
 
 class Attachment:
@@ -55,6 +92,7 @@ class Attachment:
         owner: the adapter whose run it is.
 
     Attributes:
+        settings: the settings; their schedule changes where the run is too short for it.
         ended_early: called to end the run if no hook of Lightning does, with the reason; None if it finished.
 
     Raises:
@@ -76,22 +114,41 @@ class Attachment:
         self.ended_early: Callable[[str | None], None] = lambda _: None
         self._process = os.getpid()
         self._raised: str | None = None
-        self._stage = stage
-        self._settings = settings
+        self._handled: BaseException | None = None
+        # For each epoch that runs: a search of a Tuner has one inside another, with callbacks of its own.
+        self._had_owner: list[bool] = []
+        self.settings = settings
         self._ours = ours
         self._owner = owner
         self._ended = False
-        self._batches_before = 0
+        self._patience_s = PATIENCE_S
         self._interrupts = ExitStack()
         self._tap = ActionTap(trainer.profiler, self.break_off)  # type: ignore[attr-defined]
-        context = build_context(trainer, stage, settings, place, self._tap, self.tensors)
-        self.run: RunContext = replace(context, pulse_written=self._pulse_written)
-        self._curves = curves_of(trainer, stage, settings, self.run.sink, self.run.faults)
+        sink, device = Sink(place, trainer.global_rank), trainer.strategy.root_device
+        self.run = RunContext(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            stage=stage,
+            function=stage_function(stage),
+            strategy=type(trainer.strategy).__name__,
+            device=device,
+            model=trainer.lightning_module,
+            actions=self._tap,
+            training=self.tensors,
+            sink=sink,
+            faults=Faults(sink.manifest, settings.output.on_error),
+            timer=device_timer(device),
+            peak_flops=peak_flops(trainer),
+            ledger=Ledger(settings.budget, group_timeout_seconds(trainer)),
+            parts=lambda: unprofiled_parts(trainer, stage),
+            pulse_written=self._pulse_written,
+            profiler_conflict=_profiler_conflict(trainer.profiler),  # type: ignore[attr-defined]
+        )
+        self._curves = curves_of(trainer, stage, settings, self.run.sink)
         try:
             available = available_collectors(self.run, trainer, settings)
             self.triggers = TriggerWatch(settings.triggers, self.run)
-            across = [RankSummaries()] if trainer.world_size > 1 else []
-            collectors = [*across, *available]
+            collectors = [*([RankSummaries()] if trainer.world_size > 1 else []), *available]
             self.session = Session(self.run, settings.schedule, collectors, self._window_closed, self.triggers)
             self._oom = _MemoryWatch(self.run, available)
         except BaseException as error:
@@ -99,68 +156,59 @@ class Attachment:
             with ExitStack() as parts:
                 parts.callback(release_place, self.run.sink)
                 parts.callback(self.run.sink.close)
-                self.run.sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
+                parts.callback(self.run.resident.close)
+                self.run.sink.manifest.append(EndRow(status="exception", exception=describe(error), steps=0))
             raise
-
-    @property
-    def raises(self) -> bool:
-        """Whether failures are raised into the training, for tests."""
-        return self._settings.output.on_error == "raise"
-
-    @property
-    def wants_report(self) -> bool:
-        """Whether the HTML report is written after this run."""
-        return self._stage == "fit" and self._settings.output.report
 
     def start(self) -> None:
         """Start recording: the loop of the stage is about to run, loaders and optimizers are known."""
         trainer, sink = self.trainer, self.run.sink
-        if self._stage == "fit":
+        if self.run.stage == "fit":
             facts, missing = training_facts(trainer)
             sink.manifest.append("training", **facts)
             for name, error in missing.items():
                 self.run.note_unavailable("training", f"{name} cannot be read ({error})")
-        if message := unreachable(trainer, self._stage, self._settings.schedule):
-            if self._settings.fits_short_runs:
-                message = self._record_every_step(max(steps_ahead(trainer, self._stage) or 0, 1))
-            sink.manifest.append("note", collector="schedule", message=message)
+        if message := unreachable(trainer, self.run.stage, self.settings.schedule):
+            if self.settings.fits_short_runs:
+                message = self._record_every_step(max(steps_ahead(trainer, self.run.stage) or 0, 1))
+            sink.manifest.append(NoteRow(collector="schedule", message=message))
             if trainer.is_global_zero:
                 log.warning("%s", message)
-        position = position_source(trainer, self._stage, self._settings.schedule)
-        driver = StepDriver(self.session, stage_actions(trainer, self._stage, self._ours), position)
-        endings = Endings(trainer, self._owner, self._loop_raised, self.abandon)
+        position = position_source(trainer, self.run.stage, self.settings.schedule)
+        driver = StepDriver(self.session, stage_actions(trainer, self.run.stage, self._ours), position)
         self._batches_before = self._batches_seen()
         self.session.open()
         self.triggers.start()
         kept = self._interrupts.enter_context(kept_interrupts())
-        both = zip(driver.handlers(), endings.handlers(), strict=True)
+        both = zip(driver.handlers(), self._end_handlers(), strict=True)
         starts, stops = (joined(self.session.clock.log, first, second) for first, second in both)
         self._tap.install(starts, stops, kept, self.session.clock.log)
 
     def _record_every_step(self, steps: int) -> str:
         schedule = Schedule(wait=0, warmup=0, active=steps, repeat=1)
-        self._settings = replace(self._settings, schedule=schedule)
+        self.settings = replace(self.settings, schedule=schedule)
         self.session.reschedule(schedule)
-        return (
-            f"every step is recorded: {self._stage} has {format_count(steps, 'step')}, too few for the default schedule"
-        )
+        whole = f"{self.run.stage} has {format_count(steps, 'step')}"
+        return f"every step is recorded: {whole}, too few for the default schedule"
 
     def stop(self, reason: str | None = None) -> None:
         """Stop recording: the loop of the stage has ended."""
         if not self._tap.is_installed:
+            # The loop never began: no session closes it.
+            self.run.resident.close()
             return
         self._tap.remove()
         # Saving the last window takes the longest: a Ctrl-C during that is raised when it is saved.
         with self._interrupts:
             self.triggers.stop()
             self.session.close(reason=reason)
-        recorded, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before
-        if self._stage == "fit" and recorded < seen // 2:
+        recorded, seen = self.session.facts().steps or 0, self._batches_seen() - self._batches_before
+        if self.run.stage == "fit" and recorded < seen // 2:
             profiler = type(self.trainer.profiler).__name__  # type: ignore[attr-defined]
             message = (
                 f"{recorded} of {seen} steps were recorded: {profiler} does not call start and stop for every action"
             )
-            self.run.sink.manifest.append("note", collector="session", message=message)
+            self.run.sink.manifest.append(NoteRow(collector="session", message=message))
             log.warning("%s", message)
 
     def _batches_seen(self) -> int:
@@ -182,9 +230,40 @@ class Attachment:
         if hasattr(self, "run"):
             self.abandon()
 
-    def _loop_raised(self, error: BaseException) -> None:
-        # Only the text: the exception would keep the memory of its frames.
-        self._raised = describe(error)
+    def _end_handlers(self) -> tuple[Handlers, Handlers]:
+        """Return the handlers of actions that show an end of the run that Lightning does not report to the callback."""
+        hooks = [f"[Callback]{callback.state_key}.on_exception" for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
+        starts: Handlers = {"run_training_epoch": self._epoch_start, **dict.fromkeys(hooks, self._note_handled)}
+        stops: Handlers = {"run_training_epoch": self._epoch_end, **dict.fromkeys(hooks, self._hook_end)}
+        return starts, stops
+
+    def _note_handled(self) -> None:
+        # The program may call fit while it handles an exception of its own.
+        self._handled = sys.exc_info()[1]
+
+    def _exception(self) -> BaseException | None:
+        error = sys.exc_info()[1]
+        return None if error is self._handled else error
+
+    def _epoch_start(self) -> None:
+        self._note_handled()
+        self._had_owner.append(self._has_owner())
+
+    def _epoch_end(self) -> None:
+        error = self._exception()
+        if error is not None and not isinstance(error, StopIteration):
+            # Only the text: the exception would keep the memory of its frames.
+            self._raised = describe(error)
+        if self._had_owner.pop() and not self._has_owner():
+            self.abandon()
+
+    def _hook_end(self) -> None:
+        if self._exception() is not None:
+            self.abandon()
+
+    def _has_owner(self) -> bool:
+        """Whether the Trainer has the adapter; while it does not, another one may pass its hooks on."""
+        return any(each is self._owner for each in self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def end(self, exception: BaseException | None = None, reason: str | None = None) -> str | None:
         """Finish every file, once; nothing is written afterwards.
@@ -202,8 +281,8 @@ class Attachment:
             return reason
         self._ended = True
         sink = self.run.sink
-        if sink.uploads is not None and exception is not None and not isinstance(exception, Exception):
-            sink.uploads.hurry()
+        if exception is not None and not isinstance(exception, Exception):
+            self._patience_s = HURRY_S
         try:
             try:
                 # First: the frames of the exception still hold the memory.
@@ -219,8 +298,9 @@ class Attachment:
             if named.exists():
                 sink.list_artifact(ArtifactSpec(path=named, type="series", collector="snapshots"))
         finally:
-            status = "finished" if reason is None else "exception"
-            sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
+            row = self.session.facts()
+            row.status, row.exception = "finished" if reason is None else "exception", reason
+            sink.manifest.append(row)
             sink.close()
             if exception is not None:
                 hide_wrappers(exception)
@@ -228,11 +308,11 @@ class Attachment:
 
     def release(self) -> None:
         """Wait until the last files are at the URL of the run, if it has one, and remove the working copy."""
-        release_place(self.run.sink)
+        release_place(self.run.sink, self._patience_s)
 
     def break_off(self, error: Exception) -> None:
         """Stop recording after a failure outside the collectors; training continues."""
-        if self.raises:
+        if self.settings.output.on_error == "raise":
             raise error
         log.warning("recording failed and is disabled; training continues", exc_info=error)
         self.run.faults.report("session", "mark", None, error)
@@ -243,11 +323,58 @@ class Attachment:
         if self._curves is not None and Curves.name not in self.run.faults.disabled:
             with self.run.faults.caught(Curves.name, "hook"):
                 device = self.run.device if without_statistics(self.run.device) is None else None
-                self._curves.add_rows(rows, device, in_window=self.session.window is not None)
+                self._curves.add_rows(rows, device, in_window=self.run.window is not None)
 
-    def _window_closed(self, window: int, steps: Sequence[int], reason: str | None) -> None:
-        if self._curves is not None:
-            self._curves.window_closed(window, steps)
+    def _window_closed(self, *_: object) -> None:
+        if self.run.sink.uploads is not None:
+            self.run.sink.in_background(self._copy)
+
+    def _copy(self) -> None:
+        if (uploads := self.run.sink.uploads) is not None:
+            uploads.copy(self.run.sink.files)
+
+
+def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) -> list[Collector]:
+    """Return the collectors that are available, and write the facts of the run to the manifest.
+
+    Raises:
+        ConfigError: a collector that the user requires is not available.
+    """
+    manifest, place = run.sink.manifest, run.sink.place
+    reasons = [(collector, asked, _unavailable(collector, run)) for collector, asked in settings.collectors]
+    available = [collector for collector, _, reason in reasons if reason is None]
+    manifest.append(
+        "run",
+        **run_facts(trainer, run.stage, place.url or str(place.root), settings.schedule, available),
+        every_collector=settings.every_collector,
+        triggers=settings.triggers.file,
+        operator_table=settings.table.chosen(),
+    )
+    if trainer.is_global_zero and (note := choice_note(settings.ranks, trainer.world_size)):
+        manifest.append(NoteRow(collector="ranks", message=note))
+    missing = [(collector, asked, reason) for collector, asked, reason in reasons if reason is not None]
+    # A collector for the fit must not stop the test after it.
+    wrong = [(collector, why) for collector, asked, why in missing if asked and why != no_training_step(run)]
+    if refused := [f"{type(collector).__name__} ({why})" for collector, why in wrong]:
+        raise ConfigError(f"not available in this run: {', '.join(refused)}; remove it from `collectors`")
+    for collector, _, reason in missing:
+        manifest.append(UnavailableRow(collector=collector.name, reason=reason))
+        if trainer.is_global_zero:
+            # The page has it in its notes; most machines lack something.
+            log.debug("%s: collector %s is disabled", reason, collector.name)
+    return available
+
+
+def _unavailable(collector: Collector, run: RunContext) -> str | None:
+    with run.faults.caught(collector.name, "enter"):
+        return collector.unavailable(run)
+    return None
+
+
+def _profiler_conflict(profiler: Any) -> str | None:
+    if lightning_class(profiler, "PyTorchProfiler") and not getattr(profiler, "idle_actions", False):
+        return LIGHTNING_PROFILER
+    return None
 
 
 def _reserve() -> mmap.mmap | None:
@@ -292,5 +419,4 @@ class _MemoryWatch:
                 print_autopsy(self._run.sink.place.directory, self._run.rank, sys.stderr)
         except Exception as error:
             log.warning("the out-of-memory report cannot be shown: %s", type(error).__name__, exc_info=True)
-        if (clock := self._run.progress.clock) is not None:
-            clock.leave_out(time.perf_counter_ns() - began)
+        self._run.clock.leave_out(time.perf_counter_ns() - began)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lightning_memprof.account.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
+from lightning_memprof.account.ranks.summary import RankSummary, StepTime, encode_summary, summarise
 from lightning_memprof.artifacts.naming import summary_path
 from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
@@ -61,10 +61,8 @@ class RankSummaries(Collector):
 
 def _write_summary(run: RunContext, window: Window, times: Sequence[StepTime]) -> None:
     own = [artifact for artifact in list(run.sink.artifacts) if artifact.window == window.index]
-    files = WindowFiles(
-        {artifact.collector: artifact.path for artifact in own if artifact.type == "series"},
-        next((artifact.path for artifact in own if artifact.type == "trace"), None),
-    )
+    series = {artifact.collector: artifact.path for artifact in own if artifact.type == "series"}
+    trace = next((artifact.path for artifact in own if artifact.type == "trace"), None)
     origin = RankSummary(
         rank=run.rank, world_size=run.world_size, host=socket.gethostname(), window=window.index, steps=[]
     )
@@ -72,7 +70,7 @@ def _write_summary(run: RunContext, window: Window, times: Sequence[StepTime]) -
     with run.sink.file(
         ArtifactSpec(path=path, type="blob", collector=RankSummaries.name, window=window.index)
     ) as temporary:
-        temporary.write_bytes(encode_summary(summarise(origin, times, files)) + b"\n")
+        temporary.write_bytes(encode_summary(summarise(origin, times, series, trace)) + b"\n")
 
 
 def start_report(place: RunPlace) -> bool:

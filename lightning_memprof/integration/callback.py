@@ -12,6 +12,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_memprof.account.trace.operators import TableOptions
 from lightning_memprof.artifacts.trace_rewriting import range_name
 from lightning_memprof.capture.base import Collector, Position
 from lightning_memprof.capture.budget import Budget
@@ -106,15 +107,15 @@ class MemProfilerCallback(Adapter):
             raise ConfigError("the Trainer has more than one MemProfilerCallback; give it one, with all collectors")
         profiler = trainer.profiler  # type: ignore[attr-defined]
         extended = profiler if isinstance(profiler, ExtendedPyTorchProfiler) else None
-        settings = Settings(
+        return Settings(
             schedule=schedule_of(self._schedule, str(getattr(trainer.state.fn, "value", "fit"))),
             collectors=joined(self._collectors, () if extended is None else extended.lend()),
             ranks=self._ranks,
             triggers=self._triggers,
             budget=self._budget,
             output=self._output,
+            table=TableOptions() if extended is None else extended.table,
         )
-        return settings if extended is None else extended.with_table(settings)
 
     def snapshot(self, name: str) -> None:
         """Record the current memory under ``name``, at any point of the program."""
@@ -124,7 +125,7 @@ class MemProfilerCallback(Adapter):
     def region(self, name: str) -> Iterator[None]:
         """Record the memory at the start and the end of the body; in a window the trace has a range of this name."""
         name = encodable(name)
-        in_window = self.attachment is not None and self.attachment.session.window is not None
+        in_window = self.attachment is not None and self.attachment.run.window is not None
         self._named.take(name, "start", self._position())
         try:
             with torch.profiler.record_function(range_name(name)) if in_window else nullcontext():
@@ -196,7 +197,7 @@ class MemProfilerCallback(Adapter):
             log.warning("the summary cannot be shown: %s", error)
 
     def _position(self) -> Position | None:
-        return None if self.attachment is None else self.attachment.session.position
+        return None if self.attachment is None else self.attachment.run.position
 
 
 class AttachedCallback(MemProfilerCallback):
@@ -224,18 +225,15 @@ def load_options(path: Path) -> dict[str, Any]:
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(MemProfilerCallback)
+    options: dict[str, Any] = {}
     try:
         fault = options_fault(path)
-        options = {} if fault else parser.instantiate_classes(parser.parse_path(str(path)))
+        options = {} if fault else dict(parser.instantiate_classes(parser.parse_path(str(path))))
     except Exception as error:  # noqa: BLE001 jsonargparse raises several kinds, each with the traceback of its attempts
-        raise _invalid_options(path, str(error)) from None
+        fault = str(error) or type(error).__name__
     if fault:
-        raise _invalid_options(path, fault)
-    return dict(options)
-
-
-def _invalid_options(path: Path, reason: str) -> ConfigError:
-    reason = " ".join(reason.split())
-    return ConfigError(
-        f"{ENVIRONMENT_VARIABLE}={path}: {reason}; use a YAML file of MemProfilerCallback's options, or 1"
-    )
+        raise ConfigError(
+            f"{ENVIRONMENT_VARIABLE}={path}: {' '.join(fault.split())}; "
+            "use a YAML file of MemProfilerCallback's options, or 1"
+        )
+    return options

@@ -1,9 +1,12 @@
-"""Turns the actions of a Trainer, by Lightning's names, into steps, actions of the clock and points of a session."""
+"""Turns the actions of a Trainer, by Lightning's names, into steps, actions of the clock and points of a session.
+
+A step has its position in the run, and the run a number of steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final
@@ -15,7 +18,8 @@ from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.clock import LEAVE
 from lightning_memprof.capture.session import Session
 from lightning_memprof.packages import overrides
-from lightning_memprof.schedule import Action, Point
+from lightning_memprof.schedule import Action, Point, Schedule
+from lightning_memprof.units import format_count
 
 Handler = Callable[[], None] | int
 Handlers = dict[str, Handler]
@@ -33,15 +37,8 @@ _FIT_HOOKS: Final = (
     "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end",
     "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end",
 )  # fmt: skip
-# The module's hooks of a fit: those at the points of a step, and others.
-_POINT_HOOKS: Final = (
-    "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end",
-)  # fmt: skip
-_MODULE_HOOKS: Final = (
-    "on_before_zero_grad", "configure_gradient_clipping", "lr_scheduler_step", "on_train_epoch_start",
-    "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end",
-    "on_validation_end", "on_save_checkpoint",
-)  # fmt: skip
+# Further hooks of the module alone.
+_MODULE_HOOKS: Final = (*_FIT_HOOKS, "configure_gradient_clipping", "lr_scheduler_step", "on_save_checkpoint")
 # Not in every step: a validation, a checkpoint, the start and the end of an epoch.
 _RARE_ACTIONS: Final = frozenset({"run_validation", "save_checkpoint"})
 _RARE_HOOKS: Final = frozenset({"on_save_checkpoint"}) | {
@@ -98,39 +95,35 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
     module = f"[LightningModule]{type(trainer.lightning_module).__name__}"
     strategy = f"[Strategy]{type(trainer.strategy).__name__}"
     users = [callback for callback in trainer.callbacks if not isinstance(callback, ours)]  # type: ignore[attr-defined]
-    if stage == "fit":
-        return StageActions(
-            fetch=f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next",
-            batch_start=f"{module}.on_train_batch_start",
-            batch_end=f"{module}.on_train_batch_end",
-            forward=f"{strategy}.training_step",
-            before_backward=f"{module}.on_before_backward",
-            after_backward=f"{module}.on_after_backward",
-            before_optimizer_step=f"{module}.on_before_optimizer_step",
-            optimizer=(f"{module}.optimizer_step", "optimizer_step", f"{module}.optimizer_zero_grad"),
-            callbacks=tuple(_overridden(users, _FIT_HOOKS)),
-            within=tuple(_within(trainer, (*_POINT_HOOKS, *_MODULE_HOOKS))),
-            transfers=tuple(_transfers(trainer)),
-            unusual=(
-                # Before the workers of the validation start.
-                f"{module}.on_validation_model_zero_grad",
-                f"{module}.on_validation_start",
-                f"{module}.on_train_epoch_end",
-                "save_checkpoint",
-            ),
-            validation=f"{strategy}.validation_step",
-        )
-    prefix = _PREFIX[stage]
+    is_fit, prefix = stage == "fit", _PREFIX.get(stage, "train")
     hooks = tuple(f"on_{prefix}_{place}" for place in ("batch_start", "batch_end", "epoch_end"))
-    fetch = "val_next" if stage == "validate" else f"{stage}_next"
-    return StageActions(
-        fetch=f"[{type(getattr(trainer, f'{stage}_loop')).__name__}].{fetch}",
+    loop: Any = trainer.fit_loop.epoch_loop if is_fit else getattr(trainer, f"{stage}_loop")
+    fetch = {"fit": "train_dataloader_next", "validate": "val_next"}.get(stage, f"{stage}_next")
+    actions = StageActions(
+        fetch=f"[{type(loop).__name__}].{fetch}",
         batch_start=f"{module}.on_{prefix}_batch_start",
         batch_end=f"{module}.on_{prefix}_batch_end",
-        forward=f"{strategy}.{prefix}_step",
-        callbacks=tuple(_overridden(users, hooks)),
-        within=tuple(_within(trainer, hooks)),
+        forward=f"{strategy}.{stage_function(stage)}",
+        callbacks=tuple(_overridden(users, _FIT_HOOKS if is_fit else hooks)),
+        within=tuple(_within(trainer, _MODULE_HOOKS if is_fit else hooks)),
         transfers=tuple(_transfers(trainer)),
+    )
+    if not is_fit:
+        return actions
+    return replace(
+        actions,
+        before_backward=f"{module}.on_before_backward",
+        after_backward=f"{module}.on_after_backward",
+        before_optimizer_step=f"{module}.on_before_optimizer_step",
+        optimizer=(f"{module}.optimizer_step", "optimizer_step", f"{module}.optimizer_zero_grad"),
+        unusual=(
+            # Before the workers of the validation start.
+            f"{module}.on_validation_model_zero_grad",
+            f"{module}.on_validation_start",
+            f"{module}.on_train_epoch_end",
+            "save_checkpoint",
+        ),
+        validation=f"{strategy}.validation_step",
     )
 
 
@@ -330,3 +323,62 @@ def _optimizer_steps(trainer: Trainer) -> Callable[[], int]:
     except AttributeError:  # the program's own loop
         return lambda: trainer.global_step
     return lambda: (automatic if module.automatic_optimization else manual).completed
+
+
+def steps_ahead(trainer: Trainer, stage: str) -> int | None:
+    """Return the number of batches of this run if nothing ends it early, or None where it is unknown."""
+    if stage == "predict":
+        return _total(trainer.num_predict_batches)
+    if stage != "fit":
+        return _total(trainer.num_val_batches if stage == "validate" else trainer.num_test_batches)
+    limits: list[float] = []
+    progress = trainer.fit_loop.epoch_loop.batch_progress.total
+    per_epoch = trainer.num_training_batches
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and per_epoch != float("inf"):
+        limits.append(
+            per_epoch * (trainer.max_epochs - trainer.current_epoch) - progress.ready % max(int(per_epoch), 1)
+        )
+    if trainer.max_steps >= 0 and _steps_after_each_accumulation(trainer):
+        limits.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return max(int(min(limits)), 0) if limits else None
+
+
+def _steps_after_each_accumulation(trainer: Trainer) -> bool:
+    """Return whether optimizers step after ``accumulate_grad_batches`` batches, in every epoch."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    is_scheduled = any(hasattr(type(callback), "going_to_accumulate_grad_batches") for callback in callbacks)
+    return trainer.lightning_module.automatic_optimization and not is_scheduled
+
+
+def unreachable(trainer: Trainer, stage: str, schedule: Callable[[int], Action]) -> str | None:
+    """Return one line with the numbers where the schedule records no step of this run, else None."""
+    ahead = steps_ahead(trainer, stage)
+    # A function may count its calls: it is not called ahead of time.
+    if ahead is None or not isinstance(schedule, Schedule):
+        return None
+    if schedule.steps and schedule.anchor == "fit" and stage == "fit":
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if any(done <= step < done + ahead for step in schedule.steps):
+            return None
+        listed = ", ".join(map(str, schedule.steps))
+        whole = f"fit has {format_count(ahead, 'step')} starting at step {done}"
+        return f"nothing will be recorded: {whole}, none of them in steps=[{listed}]"
+    counted, whole = ahead, f"{stage} has {format_count(ahead, 'step')}"
+    if schedule.anchor == "epoch" and stage == "fit" and trainer.num_training_batches != float("inf"):
+        counted = min(ahead, int(trainer.num_training_batches))
+        whole = f"an epoch has {format_count(counted, 'step')}"
+    if schedule.first_active < counted:
+        return None
+    if schedule.steps:
+        return f"nothing will be recorded: {whole}, but the first recorded step is {schedule.first_active}"
+    return (
+        f"nothing will be recorded: {whole}, but the first recorded step is {schedule.first_active} "
+        f"(skip_first={schedule.skip_first}, wait={schedule.wait}, warmup={schedule.warmup}); "
+        f"use Schedule(wait=0, warmup=0, active={max(counted, 1)})"
+    )
+
+
+def _total(batches: float | list[int | float]) -> int | None:
+    counts = batches if isinstance(batches, list) else [batches]
+    total = sum(counts)
+    return None if total == float("inf") else int(total)

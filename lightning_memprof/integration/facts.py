@@ -10,6 +10,7 @@ import os
 import platform
 import socket
 import sys
+import warnings
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from torch.utils.data import Dataset, IterableDataset
 
 import lightning_memprof
@@ -29,7 +31,7 @@ from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.observe import without_torch_function
 from lightning_memprof.capture.sources.compiled import compiled_modules
 from lightning_memprof.capture.sources.memory import cgroup_cores, cgroup_memory, mapped_files, usable_cpus
-from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, local_storage
+from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_storage
 from lightning_memprof.packages import lightning_class, overrides
 from lightning_memprof.schedule import Schedule, no_window
 
@@ -46,6 +48,11 @@ _MOST_OBJECTS: Final = 1000
 _NAMES: Final = frozenset({"params", "param_names", "name"})
 # Types of settings that are compared by value.
 _PLAIN: Final = frozenset({bool, int, float, complex, str, type(None)})
+_DTYPES: Final = (
+    ("bf16", torch.bfloat16),
+    ("16", torch.float16),
+    ("32", torch.float32),
+)
 
 
 def run_facts(
@@ -70,6 +77,26 @@ def run_facts(
         "collectors": [collector.name for collector in collectors],
         "environment": _environment(trainer, device),
     }
+
+
+def peak_flops(trainer: Trainer) -> float | None:
+    """Return floating-point operations per second of the rank's device in the Trainer's precision.
+
+    None where Lightning does not know the device (every CPU) or the precision. Source:
+    ``lightning.fabric.utilities.throughput.get_available_flops``, the vendors' figures for dense matrices.
+    """
+    precision = str(trainer.precision)
+    dtype = next((dtype for prefix, dtype in _DTYPES if precision.startswith(prefix)), None)
+    if dtype is None or trainer.strategy.root_device.type != "cuda":
+        return None
+    try:
+        with warnings.catch_warnings():
+            # It warns about an unknown device, which the report shows.
+            warnings.simplefilter("ignore")
+            peak = get_available_flops(trainer.strategy.root_device, dtype)
+    except Exception:  # noqa: BLE001 a missing precision raises various errors, and the run continues without the figure
+        return None
+    return None if peak is None else float(peak)
 
 
 def _lightning_version(trainer: Trainer) -> str:
@@ -150,7 +177,6 @@ def training_facts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, str]]:
         ],
         "parameter_dtypes": known(_bytes_by_dtype, {}),
         "largest_parameters": known(lambda _: _largest_parameters(module), []),
-        "largest_buffers": known(lambda _: _largest_buffers(module), []),
         "detect_anomaly": torch.is_anomaly_enabled,
         "clips_itself": lambda: overrides(module, "LightningModule", "configure_gradient_clipping"),
         "matmul_precision": torch.get_float32_matmul_precision,
@@ -181,11 +207,6 @@ def _bytes_by_dtype(parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
     for parameter in parameters:
         sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel() * parameter.element_size()
     return dict(sizes)
-
-
-def _largest_buffers(module: torch.nn.Module) -> list[dict[str, Any]]:
-    found = sorted(((local_bytes(buffer), name) for name, buffer in module.named_buffers()), reverse=True)
-    return [{"name": name, "bytes": size} for size, name in found[:_LARGEST]]
 
 
 def _largest_parameters(module: torch.nn.Module) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What collectors can listen to: the actions of a Trainer's profiler, and the batches and losses of its hooks."""
+"""What collectors can listen to: the actions of a Trainer's profiler, its other methods, its batches and losses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from lightning_memprof.capture.base import TimedPart
 from lightning_memprof.capture.observe import original_of, place_of, wrapped
-from lightning_memprof.integration.live_runs import is_over
+from lightning_memprof.capture.sources.methods import unsupported_method
 from lightning_memprof.packages import overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.profilers import Profiler
 
     from lightning_memprof.capture.observe import Link
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     Handlers = Mapping[str, Handler]
 
 _MOST_NAMES: Final = 4096
+_PRECISION: Final = ("convert_input", "pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients")
+# Methods that wait for other ranks. Not `reduce`: `self.log` compares the bound methods of two calls, and raises where
+# they differ, as they would between a step in a window and a step before it.
+_COLLECTIVES: Final = ("barrier", "broadcast", "all_gather")
+# Metrics are computed here, and passed to every logger.
+_LOGGING: Final = (
+    "update_train_step_metrics", "update_train_epoch_metrics", "update_eval_step_metrics", "log_eval_end_metrics",
+)  # fmt: skip
 
 
 class ActionTap:
@@ -84,9 +93,10 @@ class ActionTap:
         self._installed.callback(actions.ignore)
         profiler = self._profiler
         is_idle = {name: _is_idle(profiler, name) for name in ("start", "stop", "profile")}
-        for name, make in (("start", _start), ("stop", _stop)):
-            wrap = partial(make, actions, profiler, name in vars(profiler), is_idle[name])
-            self._installed.enter_context(wrapped(place_of(profiler, name), name, wrap))
+        for name in ("start", "stop"):
+            is_own = name in vars(profiler)
+            tapped = partial(_tapped, actions, profiler, is_start=name == "start", is_own=is_own, is_idle=is_idle[name])
+            self._installed.enter_context(wrapped(place_of(profiler, name), name, tapped))
         if all(is_idle.values()):
             self._installed.enter_context(wrapped(type(profiler), "profile", partial(_lookup, actions, profiler)))
         self.is_installed = True
@@ -193,42 +203,21 @@ class _Actions(dict[str, _Action]):
             action.on_start = action.on_stop = None
 
 
-def _start(
-    actions: _Actions,
-    profiler: Profiler,
-    is_own: bool,
-    is_idle: bool,
-    link: Link,
+def _tapped(
+    actions: _Actions, profiler: Profiler, link: Link, *, is_start: bool, is_own: bool, is_idle: bool
 ) -> Callable[..., None]:
-    """Return ``start`` for one profiler; calls of other instances of its class pass through."""
+    """Return ``start`` or ``stop`` for one profiler; calls of other instances of its class pass through."""
 
-    def start(self: Profiler, action_name: str) -> None:
+    def call(self: Profiler, action_name: str) -> None:
         __tracebackhide__ = True
-        if self is profiler:
+        if is_start and self is profiler:
             actions[action_name].__enter__()
         if not (is_idle and self is profiler):
             link.call(*(() if is_own else (self,)), action_name)
-
-    return partial(start, profiler) if is_own else start
-
-
-def _stop(
-    actions: _Actions,
-    profiler: Profiler,
-    is_own: bool,
-    is_idle: bool,
-    link: Link,
-) -> Callable[..., None]:
-    """Return ``stop`` for one profiler; see :func:`_start`."""
-
-    def stop(self: Profiler, action_name: str) -> None:
-        __tracebackhide__ = True
-        if not (is_idle and self is profiler):
-            link.call(*(() if is_own else (self,)), action_name)
-        if self is profiler:
+        if not is_start and self is profiler:
             actions[action_name].__exit__()
 
-    return partial(stop, profiler) if is_own else stop
+    return partial(call, profiler) if is_own else call
 
 
 def _lookup(actions: _Actions, profiler: Profiler, link: Link) -> Callable[..., AbstractContextManager[Any]]:
@@ -250,13 +239,11 @@ class TensorFeed:
 
     Attributes:
         listeners: functions that get each batch, and those that get each loss; empty outside windows.
-        changed: called when one was added or removed.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.listeners: dict[Literal["batch", "loss"], list[Callable[[Any], None]]] = {"batch": [], "loss": []}
-        self.changed: Callable[[], None] = lambda: None
 
     @contextmanager
     def listen(
@@ -264,25 +251,72 @@ class TensorFeed:
     ) -> Iterator[None]:
         """Call ``batch`` with each batch, and ``loss`` with the root of each backward, while the context is open."""
         with ExitStack() as undo:
-            undo.callback(self.changed)
             for listeners, listener in ((self.listeners["batch"], batch), (self.listeners["loss"], loss)):
                 if listener is not None:
                     listeners.append(listener)
                     undo.callback(listeners.remove, listener)
-            self.changed()
             yield
-
-    def is_callback(self, callback: Callback) -> bool:
-        """Return whether the Trainer has the callback itself."""
-        return any(each is callback for each in self._trainer.callbacks)  # type: ignore[attr-defined]
 
     def is_over(self) -> bool:
         """Return whether the run of the Trainer has ended, with or without its hooks."""
-        return is_over(self._trainer)
+        return self._trainer.state.stopped
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Return the Trainer's optimizers."""
         return tuple(self._trainer.optimizers)
+
+
+def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
+    """Return the methods of a Trainer whose time is not an action of its profiler.
+
+    They are named as Lightning names its actions: ``[Precision]MixedPrecision.optimizer_step``,
+    ``[Optimizer]AdamW.step``, ``[Logger]CSVLogger.log_metrics``, ``[CheckpointIO]TorchCheckpointIO.save_checkpoint``,
+    ``[LightningModule]Net.log``,
+    and ``logging`` and ``run_validation`` for actions that contain others, as ``run_training_batch`` does.
+    """
+    strategy, module = trainer.strategy, trainer.lightning_module
+    can_log = hasattr(module, "log") and not unsupported_method(module, "log")
+    several = trainer.world_size > 1
+    shared = _COLLECTIVES if several else ()
+    parts = [
+        *_of("Precision", strategy.precision_plugin, _PRECISION),
+        *_of("Strategy", strategy, ("save_checkpoint",)),
+        *_of("Strategy", strategy, shared, always=True, meets=True),
+        *_of("CheckpointIO", strategy.checkpoint_io, ("save_checkpoint", "remove_checkpoint")),
+        *(part for logger in trainer.loggers for part in _of("Logger", logger, ("log_metrics", "save"), always=True)),
+        *(part for metric in _metrics(trainer) for part in _of("Metric", metric, ("update",), always=True)),
+        *(
+            part
+            for metric in _metrics(trainer)
+            for part in _of("Metric", metric, ("compute",), always=True, meets=several)
+        ),
+        *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),
+        *(_of("LightningModule", module, ("log",), always=several, meets=several) if can_log else ()),
+    ]
+    if stage == "fit":
+        loop = trainer.fit_loop.epoch_loop
+        parts += [
+            *(part for optimizer in trainer.optimizers for part in _of("Optimizer", optimizer, ("step", "zero_grad"))),
+            TimedPart(loop.val_loop, "run", "run_validation", always=True),
+        ]
+        if shared:
+            action = f"[Strategy]{type(strategy).__name__}.broadcast_sigterm"
+            parts.append(TimedPart(loop, "_broadcast_sigterm_tensor", action, always=True))
+    return [part for part in parts if callable(getattr(part.owner, part.method, None))]
+
+
+def _metrics(trainer: Trainer) -> list[torch.nn.Module]:
+    """Return the module's metrics by torchmetrics, which this package does not import."""
+    modules: Iterable[torch.nn.Module] = getattr(trainer.lightning_module, "modules", tuple)()
+    kind = ("torchmetrics.metric", "Metric")
+    return [module for module in modules if any((b.__module__, b.__name__) == kind for b in type(module).__mro__)]
+
+
+def _of(
+    kind: str, owner: object, methods: Iterable[str], *, always: bool = False, meets: bool = False
+) -> Iterator[TimedPart]:
+    for method in methods:
+        yield TimedPart(owner, method, f"[{kind}]{type(owner).__name__}.{method}", always, meets)
 
 
 def _is_idle(profiler: Any, name: str) -> bool:

@@ -93,8 +93,8 @@ def save_rows(logger: Any) -> None:
         logger.save()
 
 
-def remove_rows(logger: Any, prefixes: tuple[str, ...]) -> None:
+def remove_rows(logger: Any, prefix: str) -> None:
     """Remove the rows of our curves from the buffer of a ``CSVLogger``; rows of the program stay."""
     rows = getattr(logger.experiment, "metrics", None) if lightning_class(logger, "CSVLogger") else None
     if isinstance(rows, list):
-        rows[:] = [row for row in rows if not any(prefix in name for name in row for prefix in prefixes)]
+        rows[:] = [row for row in rows if not any(prefix in name for name in row)]

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,13 +18,15 @@ from lightning.pytorch import Trainer
 
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
-from lightning_memprof.artifacts.remote import check_url, claim_url, local_path
+from lightning_memprof.artifacts.naming import parse_manifest_name
+from lightning_memprof.artifacts.remote import claim_url, local_path
 from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, Sink, claim_run_place
+from lightning_memprof.artifacts.upload import PATIENCE_S
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.logs import logger_of
 from lightning_memprof.packages import lightning_class
+from lightning_memprof.units import format_count
 
 log = logger_of(__name__)
 
@@ -104,33 +107,49 @@ def _from_rank_0(trainer: Trainer, found: _Agreed | None) -> _Agreed | None:
     return cast("_Agreed | None", json.loads(store.get(key)))
 
 
-def release_place(sink: Sink) -> None:
+def release_place(sink: Sink, patience_s: float = PATIENCE_S) -> None:
     """Wait until the last files are at the URL, and remove the working copy when the files of every rank are.
 
-    The ranks of one machine share the working copy: the last of them removes it.
+    Args:
+        sink: the files of this rank.
+        patience_s: limit of the wait.
     """
-    if sink.uploads is None:
+    uploads, place = sink.uploads, sink.place
+    if uploads is None:
         return
-    place = sink.place
-    left = sink.uploads.finish(artifact.path for artifact in sink.artifacts)
-    if left:
-        names = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
-        log.warning(
-            "%d files are not at %s (%s: %s); they are kept in %s",
-            len(left), place.url, names, sink.uploads.error or "no answer", place.root,
-        )  # fmt: skip
-        return
-    try:
-        manifest = ManifestWriter(place.directory / manifest_name(sink.rank))
-        manifest.append("uploaded", url=place.url)
-        manifest.close()
-        others = [path for path in place.directory.iterdir() if parse_manifest_name(path.name) is not None]
-    except FileNotFoundError:  # another rank has removed the working copy meanwhile
-        return
-    except OSError as error:
-        log.warning("the working copy %s cannot be removed (%s); its files are at %s", place.root, error, place.url)
-        return
-    if all(_is_uploaded(path) for path in others):
+    until = time.monotonic() + patience_s
+    missing = uploads.settle(sink.files, until)
+    if missing:
+        names, reason = ", ".join(missing), next(iter(missing.values()))
+        count = format_count(len(missing), "file")
+        text = f"{count} could not be copied to {place.url} ({reason}): {names}; kept in {place.root}"
+        log.warning("%s", text)
+        with suppress(OSError):
+            _append(sink, "error", collector="upload", where="write", window=None, message=text, traceback="")
+        # The manifest at the URL names them too.
+        uploads.settle(sink.files, until)
+    uploads.close()
+    if not missing:
+        try:
+            _append(sink, "uploaded", url=place.url)
+            _remove_working_copy(place)
+        except FileNotFoundError:  # another rank has removed the working copy meanwhile
+            pass
+        except OSError as error:
+            log.warning("the working copy %s cannot be removed (%s); its files are at %s", place.root, error, place.url)
+
+
+def _append(sink: Sink, kind: str, **facts: Any) -> None:
+    """Append a row to the closed manifest of a rank."""
+    manifest = ManifestWriter(sink.manifest.path)
+    manifest.append(kind, **facts)
+    manifest.close()
+
+
+def _remove_working_copy(place: RunPlace) -> None:
+    """Remove the working copy, which the ranks of a machine share, if this rank is the last of them."""
+    manifests = [path for path in place.directory.iterdir() if parse_manifest_name(path.name) is not None]
+    if all(map(_is_uploaded, manifests)):
         shutil.rmtree(place.root, ignore_errors=True)
         for parent in place.root.parents:
             with suppress(OSError):  # another run uses it
@@ -157,7 +176,6 @@ def _claim_url(trainer: Trainer, url: str) -> RunPlace | None:
         log.warning("no working copy of %s can be made (%s): this run is not recorded; training continues", url, error)
         return None
     try:
-        check_url(url)
         number = claim_url(url)
     except MemprofError as error:
         log.warning("%s; recording into %s instead", error, root)

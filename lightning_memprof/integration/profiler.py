@@ -6,7 +6,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -33,10 +32,8 @@ from lightning_memprof.capture.faults import describe as fault_text
 from lightning_memprof.capture.sources.kineto import plain_directory
 from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.integration import live_runs
 from lightning_memprof.integration.adapter import Adapter
-from lightning_memprof.integration.attachment import Attachment
-from lightning_memprof.integration.function_events import function_events
+from lightning_memprof.integration.attachment import Attachment, end_abandoned
 from lightning_memprof.integration.settings import (
     OutputOptions,
     Ranks,
@@ -65,7 +62,8 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
     It takes the arguments of :class:`lightning.pytorch.profilers.PyTorchProfiler` and those below. With a
     :class:`MemProfilerCallback` on the same Trainer, the callback's schedule leads and this profiler's options
-    apply to the operator trace. Without a Trainer it records from the first ``profile(action)`` to ``describe()``.
+    apply to the operator trace. Without a Trainer it records from the first ``profile(action)`` to ``describe()``, and
+    ``function_events`` are the events of that recording; those of a run are in its traces.
 
     Args:
         dirpath: directory for traces and tables, made absolute immediately; None is the Trainer's ``log_dir``.
@@ -73,7 +71,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             ``{stage}-{filename}.txt``.
         group_by_input_shapes: one row per shape in the operator table; needs ``record_shapes=True``.
         emit_nvtx: emit NVTX ranges for an outer profiler instead of recording a trace.
-        export_to_chrome: write traces; in a run, the operator table and ``function_events`` are made from them.
+        export_to_chrome: write traces; in a run, the operator table is made from them.
         row_limit: rows of the operator table; -1 is all.
         sort_by_key: sort key of the operator table; every key of torch's table is accepted.
         record_module_names: record module forwards by name in the trace.
@@ -114,7 +112,6 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         **profiler_kwargs: Any,
     ) -> None:
         self._traces: tuple[Path, ...] = ()
-        self._events: EventList | None = None
         table_kwargs = dict(table_kwargs or {})
         # Lightning knows the arguments of torch's table alone; this one is of `key_averages()`.
         default = "include_python_functions" not in inspect.signature(EventList.key_averages).parameters
@@ -142,30 +139,13 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         self._chosen_schedule = parse_schedule(schedule if schedule_cfg is None else schedule_cfg)
         self._ranks = check_ranks(ranks)
         self._trace = self._operator_trace(profiler_kwargs)
-        self._table = TableOptions(
+        self.table = TableOptions(
             sort_by=self._sort_by_key,
             row_limit=row_limit,
             group_by_input_shapes=self._group_by_input_shapes,
             include_python_functions=python_functions,
             **self._table_kwargs,
         )
-
-    @property
-    def function_events(self) -> EventList | None:
-        """The events of the last recording, torch's ``EventList``; None before the first.
-
-        After a run they are read from its traces when asked for: seconds, and some kilobytes of memory per event.
-
-        Raises:
-            ArtifactError: a trace was removed, as budgets and uploads do.
-        """
-        if self._events is None and self._traces:
-            self._events = function_events(self._traces)
-        return self._events
-
-    @function_events.setter
-    def function_events(self, events: EventList | None) -> None:
-        self._events = events
 
     @property
     def table_path(self) -> Path | None:
@@ -181,7 +161,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             return path
         if not all(trace.exists() for trace in self._traces):
             return None
-        write_operator_table(self._traces, path, self._table)
+        write_operator_table(self._traces, path, self.table)
         return path
 
     def start(self, action_name: str) -> None:
@@ -192,7 +172,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             if _profiler_enabled():
                 warnings.warn(f"{action_name!r} is not recorded: another torch profiler is running", stacklevel=2)
                 return
-            self._traces, self._events = (), None
+            self._traces, self.function_events = (), None
         super().start(action_name)
 
     def stop(self, action_name: str) -> None:
@@ -212,14 +192,16 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         self._local_rank = local_rank
         if not self._export_to_chrome and not self._emit_nvtx and local_rank in (None, 0):
             log.warning(
-                "export_to_chrome=False: without traces there are no operator table and no function_events; "
+                "export_to_chrome=False: without traces there is no operator table; "
                 "use True and delete the traces afterwards"
             )
         trainer = self._trainer()
         if trainer is not None:
             # Its host leaves the Trainer with it.
-            live_runs.end_abandoned(trainer)
-        if trainer is None or any(adapter.leads(trainer) for adapter in _adapters(trainer)):
+            end_abandoned(trainer)
+        callbacks = () if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+        adapters = (callback for callback in callbacks if isinstance(callback, Adapter))
+        if trainer is None or not all(adapter.steps_aside(trainer) for adapter in adapters):
             return
         trainer.callbacks.append(_ProfilerHost(self))  # type: ignore[attr-defined]
 
@@ -228,10 +210,6 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         lent: list[Collector] = [HookTimings(), AllocatorHistory()]
         return [*lent, NvtxRanges() if self._emit_nvtx else self._trace]
 
-    def with_table(self, settings: Settings) -> Settings:
-        """Return ``settings`` with this profiler's operator table."""
-        return replace(settings, table=self._table)
-
     def own_settings(self) -> Settings:
         """Return the settings of a run that this profiler records alone."""
         return Settings(
@@ -239,14 +217,14 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             collectors=[(collector, False) for collector in (Pulse(), OOMAutopsy(), *self.lend())],
             ranks=self._ranks,
             output=OutputOptions(dirpath=self._trace.dirpath),
-            table=self._table,
+            table=self.table,
             fits_short_runs=self._chosen_schedule == _DEFAULT_SCHEDULE,
         )
 
     def take(self, attachment: Attachment) -> None:
         """Keep the paths of the traces of a run that has ended."""
         self._traces = tuple(artifact.path for artifact in attachment.run.sink.artifacts if artifact.type == "trace")
-        self._events = None
+        self.function_events = None
 
     def summary(self) -> str:
         """Return the operator table of the last recording, with Lightning's heading."""
@@ -256,7 +234,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
     def describe(self) -> None:
         """Write the table of a recording outside of a Trainer; of a run, Lightning's file if it has a name of yours."""
-        if self.profiler is not None or self._events is not None:
+        if self.profiler is not None or self.function_events is not None:
             super().describe()
         elif self._is_named and self._local_rank is None and (table := self.table_path) is not None:
             copy = table.with_name(self._prepare_filename())
@@ -330,10 +308,6 @@ class _ProfilerHost(Adapter):
         super().__init__()
         self._profiler = profiler
 
-    def leads(self, trainer: Trainer) -> bool:
-        """Never: it exists only without another adapter."""
-        return False
-
     def settings(self, trainer: Trainer) -> Settings:
         """Return the settings of the profiler."""
         return self._profiler.own_settings()
@@ -354,7 +328,3 @@ class _ProfilerHost(Adapter):
     def _leave(self, trainer: Trainer) -> None:
         # A new list: Lightning is iterating over the old one.
         trainer.callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
-
-
-def _adapters(trainer: Trainer) -> list[Adapter]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, Adapter)]  # type: ignore[attr-defined]

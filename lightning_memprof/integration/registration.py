@@ -28,8 +28,6 @@ ENVIRONMENT_VARIABLE: Final = "LIGHTNING_MEMPROF"
 OPTIONS: Final = ("schedule", "collectors", "ranks", "triggers", "budget", "output")
 _OFF: Final = ("", "0", "false", "no", "off")
 _ON: Final = ("1", "true", "yes", "on")
-# Counted with expanded aliases: a few lines of aliases of aliases can expand to more than the memory of a machine.
-_MAX_VALUES: Final = 10_000
 _MAX_MESSAGE: Final = 300
 
 
@@ -47,8 +45,8 @@ def _register(module_name: str) -> list[Any]:
     # An exception in an entry point would break every Trainer of the program.
     try:
         # Importing it takes seconds; if it is not loaded, there is no run.
-        if (live_runs := sys.modules.get("lightning_memprof.integration.live_runs")) is not None:
-            live_runs.end_abandoned()
+        if (attachment := sys.modules.get("lightning_memprof.integration.attachment")) is not None:
+            attachment.end_abandoned()
         _wrap_init_profiler(sys.modules.get(module_name))
         return _attached_callbacks()
     except Exception:
@@ -96,7 +94,8 @@ def _profiler_for(trainer: Any, profiler: Any) -> Any:
 def _attach(trainer: Any) -> None:
     from lightning_memprof.integration.callback import AttachedCallback, MemProfilerCallback
 
-    if not any(isinstance(callback, MemProfilerCallback) and callback.leads(trainer) for callback in trainer.callbacks):
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, MemProfilerCallback)]
+    if all(callback.steps_aside(trainer) for callback in callbacks):
         # The callbacks that save checkpoints stay the last.
         trainer.callbacks.insert(len(trainer.callbacks) - len(trainer.checkpoint_callbacks), AttachedCallback())
 
@@ -174,29 +173,16 @@ def options_fault(path: Path) -> str | None:
     from lightning_memprof.units import MIB
 
     try:
-        data = yaml.safe_load(read_plain(path, MIB).decode())
+        text = read_plain(path, MIB).decode()
+        # A few lines of aliases of aliases can expand to more than the memory of a machine.
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            return "it has an alias; repeat the value instead"
+        data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         # A date in a 13th month is a ValueError.
         return " ".join(str(error).split())[:_MAX_MESSAGE]
-    if not _is_small(data):
-        return f"it has more than {_MAX_VALUES:,} values, or a value that contains itself"
     unknown = [str(name) for name in data if name not in OPTIONS] if isinstance(data, dict) else []
     if not unknown:
         return None
     near = difflib.get_close_matches(unknown[0], OPTIONS, 1) or OPTIONS
     return f"there is no option {unknown[0]!r}; did you mean {', '.join(near)}?"
-
-
-def _is_small(data: Any) -> bool:
-    pending, count = [data], 0
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            inner = [*value.keys(), *value.values()]
-        else:
-            inner = list(value) if isinstance(value, list | set) else []
-        count += len(inner)
-        if count > _MAX_VALUES:
-            return False
-        pending += inner
-    return True

@@ -61,9 +61,8 @@ class OutputOptions:
             the command that shows the page. None is the page for each fit and for the first run of the callback, and
             the line for a validate, test or predict after another run. After an exception they go to standard error.
         loggers: send the report files to the Trainer's loggers that accept files: TensorBoard (as text), MLflow, W&B.
-        curves: log curves of the pulse and of the windows during fit: to the Trainer's loggers on rank 0, and to
-            TensorBoard event files in the run directory for other ranks, and for rank 0 without a TensorBoard logger.
-            Points are maxima.
+        curves: log curves of the pulse during fit: to the Trainer's loggers on rank 0, and to TensorBoard event files
+            in the run directory for other ranks, and for rank 0 without a TensorBoard logger. Points are maxima.
         report: write the HTML report, ``report.html`` in the run directory, after fit, in a separate process;
             ``lightning-memprof report RUN`` writes the same later.
         on_error: ``"warn"`` disables a failing collector and training continues; ``"raise"`` is for tests.

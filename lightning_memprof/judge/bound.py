@@ -19,41 +19,19 @@ from lightning_memprof.account.ledger.modules import (
     operator_family,
 )
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
-from lightning_memprof.account.ledger.work import all_pairs
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.hangs import first_exception
 from lightning_memprof.account.steps.lines import Spot, action_spot, forward_lines, main_spot
 from lightning_memprof.account.trace.model import TraceReport
-from lightning_memprof.judge.device_bound import look
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.fact import PASSES
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.operators import faster, faster_by
 from lightning_memprof.judge.operators import fitting as fitting_line
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    ALL_AT_ONCE,
-    BATCH_OPERATORS,
-    COLLECT_BETWEEN_STEPS,
-    COMPILE,
-    FORWARD_ONCE,
-    FUSE_OPERATORS,
-    LAZY_PENALTY,
-    MORE_EPOCHS,
-    MORE_STEPS,
-    MORE_WORK,
-    MOVE_OUT_OF_STEP,
-    NO_PAIRS,
-    RECORD_DEVICE,
-    RECORD_OPERATORS,
-    RECORD_PYTHON_STACKS,
-    RECORD_RANKS,
-    RECORD_REPLAY,
-    SAVE_ASYNC,
-    VIEW_TRACE,
-    Remedy,
-)
-from lightning_memprof.judge.rule import PASSES
-from lightning_memprof.judge.traces import LATER, fitting, graph_made, span
+from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.judge.traces import LATER, fitting, graph_made, look, span
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.read.run.model import Rank, Run
 from lightning_memprof.units import format_count, format_ns, percent, quoted
@@ -76,9 +54,9 @@ BOUND: Final[Mapping[str, str]] = {
 }  # fmt: skip
 # On the host of a trace.
 LESS: Final[Mapping[Part, tuple[Remedy, ...]]] = {
-    Part.OPTIMIZER: (ALL_AT_ONCE,),
-    Part.GC_PAUSES: (COLLECT_BETWEEN_STEPS,),
-    Part.CHECKPOINT: (SAVE_ASYNC,),
+    Part.OPTIMIZER: (do.FUSED_OPTIMIZER,),
+    Part.GC_PAUSES: (do.FREEZE_OBJECTS,),
+    Part.CHECKPOINT: (do.SAVE_ASYNC,),
 }
 
 
@@ -90,14 +68,14 @@ def nothing_found(facts: Facts) -> Finding:
     failed = first_exception(run.ranks)
     early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
     # The required steps, the first step, and the steps of two windows.
-    more = MORE_STEPS.filled(steps=2 * POLICY.steps)
+    more = do.MORE_STEPS.filled(steps=2 * POLICY.steps)
     if statistics is None:
         return Finding(
             rule=NOTHING_FOUND,
             severity=Severity.NONE,
             title="No step was measured.",
             why=f"{early}The run has no pulse: it ended before its first step did, or the pulse is disabled.",
-            remedies=(more, *((MORE_EPOCHS,) if facts.is_fit else ())),
+            remedies=(more,),
         )
     if statistics.used < POLICY.steps:
         return Finding(
@@ -115,12 +93,12 @@ def nothing_found(facts: Facts) -> Finding:
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.INFO if parts == AROUND else Severity.NONE,
-        title=_sentence(_part(parts, ns), ledger, EACH_STEP, facts.on_rank(rank)),
+        title=sentence(_part(parts, ns), ledger, EACH_STEP, facts.on_rank(rank)),
         why=(
             f"{early}The mean step takes {format_ns(ledger.step_ns)}; the next largest: "
             f"{_taken_by(others)} {percent(next_ns / ledger.step_ns)}."
         ),
-        remedies=(*((MORE_WORK,) if parts == AROUND else ()), _look_further(run)),
+        remedies=(*((do.MORE_WORK,) if parts == AROUND else ()), _look_further(run)),
         numbers={"dominant": parts[0], "share": ns / ledger.step_ns, "duration_ns": ledger.step_ns},
     )
 
@@ -157,10 +135,10 @@ def _taken_by(parts: tuple[Part, ...]) -> str:
     return named.get(parts) or parts[0].takes
 
 
-class _Takes(NamedTuple):
+class Takes(NamedTuple):
     """What takes most of a step: the word for it, the subject with its verb, its ns per step.
 
-    ``place`` is where, ``part`` the clause of a module with a part of it.
+    ``place`` is where; ``part`` takes ``part_ns`` of it.
     """
 
     bound: str
@@ -168,13 +146,14 @@ class _Takes(NamedTuple):
     ns: float
     place: str = ""
     part: str = ""
+    part_ns: float = 0.0
 
 
-def _part(parts: tuple[Part, ...], ns: float, place: str = "") -> _Takes:
-    return _Takes(BOUND.get(parts[0].group, HOST), _taken_by(parts), ns, place)
+def _part(parts: tuple[Part, ...], ns: float, place: str = "") -> Takes:
+    return Takes(BOUND.get(parts[0].group, HOST), _taken_by(parts), ns, place)
 
 
-def _sentence(takes: _Takes, ledger: TimeLedger, of: str, more: str = "") -> str:
+def sentence(takes: Takes, ledger: TimeLedger, of: str, more: str = "") -> str:
     """Return a title: what takes most of a step, with its size where it is half of it or more.
 
     Args:
@@ -184,33 +163,29 @@ def _sentence(takes: _Takes, ledger: TimeLedger, of: str, more: str = "") -> str
         more: after the size.
     """
     is_bound = takes.ns >= POLICY.bound * ledger.step_ns
-    size = (
-        f" ({format_ns(takes.ns)} of {format_ns(ledger.step_ns)})"
-        if is_bound and not (takes.place or takes.part)
-        else ""
-    )
-    place = ", mostly {place}" if takes.place else takes.part
+    is_whole = not (takes.place or takes.part)
+    size = f" ({format_ns(takes.ns)} of {format_ns(ledger.step_ns)})" if is_bound and is_whole else ""
+    place = ", mostly {place}" if takes.place else f", {{part}} {percent(takes.part_ns / ledger.step_ns)}"
     share = percent(takes.ns / ledger.step_ns)
-    title = f"{takes.bound if is_bound else 'No bottleneck'}: {{subject}} {share} of {of}{{size}}{more}{place}."
+    title = f"{takes.bound if is_bound else 'No bottleneck'}: {{subject}} {share} of {of}{{size}}{more}"
+    title += "." if is_whole else f"{place}."
+    names = {"subject": takes.subject, "place": takes.place, "part": takes.part}
     # A name says more than a size: the size goes where the title would be too long with both.
-    whole = title.format(subject=takes.subject, place=takes.place, size=size)
-    return titled(
-        title.replace("{size}", size if len(whole) <= POLICY.title else ""), subject=takes.subject, place=takes.place
-    )
+    whole = title.format(size=size, **names)
+    return titled(title.replace("{size}", size if len(whole) <= POLICY.title else ""), **names)
 
 
-def _computes(heaviest: Heaviest, ledger: TimeLedger, passes_ns: float) -> _Takes:
+def _computes(heaviest: Heaviest, ledger: TimeLedger, passes_ns: float) -> Takes:
     """Return what takes most of forward and backward."""
     half = POLICY.bound * ledger.step_ns
     if heaviest.family == PYTHON and heaviest.family_ns >= half:
         place = _place(ledger, Part.FORWARD, heaviest.family_ns)
-        return _Takes(HOST, "Python takes", heaviest.family_ns, place=place)
+        return Takes(HOST, "Python takes", heaviest.family_ns, place=place)
     if heaviest.module == ROOT and heaviest.family_ns >= half and heaviest.family != UNPROFILED:
-        return _Takes(COMPUTE, f"{heaviest.family} takes", heaviest.family_ns)
+        return Takes(COMPUTE, f"{heaviest.family} takes", heaviest.family_ns)
     if heaviest.ns >= half:
-        return _Takes(COMPUTE, f"{heaviest.module} takes", heaviest.ns)
-    part = f", {heaviest.module} {percent(heaviest.ns / ledger.step_ns)}"
-    return _Takes(COMPUTE, _taken_by(PASSES), passes_ns, part=part)
+        return Takes(COMPUTE, f"{heaviest.module} takes", heaviest.ns)
+    return Takes(COMPUTE, _taken_by(PASSES), passes_ns, part=heaviest.module, part_ns=heaviest.ns)
 
 
 def _place(ledger: TimeLedger, part: Part, ns: float) -> str:
@@ -232,7 +207,7 @@ def _work(heaviest: Heaviest, more: str = "") -> str:
 def _bound(facts: Facts, rank: Rank, early: str) -> Finding:
     """Return the module that bounds forward and backward of a run."""
     ledger, trace = facts.ledgers[rank.rank], _device_trace(facts, rank)
-    device = trace.device_ledger if trace is not None and trace.steady is not None else None
+    device = trace.device_ledger if trace is not None and trace.is_steady else None
     # A device that mostly waits is not what bounds the step.
     owner = ledger if device is None or device.ns(Part.COMPUTE) < POLICY.bound * device.step_ns else device
     passes = owner.passes or _own_passes(owner)
@@ -243,9 +218,9 @@ def _bound(facts: Facts, rank: Rank, early: str) -> Finding:
     achieved = _achieved(facts, rank, trace, heaviest) if heaviest is not None else None
     at, place = _longest_line(rank, ledger) if owner is ledger and rank.facts.is_cpu else (None, "")
     is_double = ledger.double_backward_ns >= POLICY.bound * ledger.ns(*PASSES)
-    takes = _Takes(COMPUTE, _taken_by(PASSES), total(passes))
+    takes = Takes(COMPUTE, _taken_by(PASSES), total(passes))
     if is_double:
-        takes = _Takes(COMPUTE, "double backward takes", ledger.double_backward_ns)
+        takes = Takes(COMPUTE, "double backward takes", ledger.double_backward_ns)
     elif heaviest is not None:
         compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
         named = replace(heaviest, module=f"{heaviest.module}{compiled}") if compiled else heaviest
@@ -260,11 +235,11 @@ def _bound(facts: Facts, rank: Rank, early: str) -> Finding:
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
-        title=_sentence(takes, owner, f"{EACH_STEP}{often}", facts.on_rank(rank)),
+        title=sentence(takes, owner, f"{EACH_STEP}{often}", facts.on_rank(rank)),
         why=f"{early}{' '.join(why)}",
         remedies=(
-            *((FORWARD_ONCE,) if often else ()),
-            *((LAZY_PENALTY,) if is_double else ()),
+            *((do.FORWARD_ONCE,) if often else ()),
+            *((do.LAZY_PENALTY,) if is_double else ()),
             *(_faster(heaviest, achieved, at, rank, ledger) if heaviest is not None else ()),
             _look_further(facts.run),
         ),
@@ -284,15 +259,23 @@ def _faster(
     heaviest: Heaviest, achieved: Achieved | None, spot: Spot | None, rank: Rank, ledger: TimeLedger
 ) -> tuple[Remedy, ...]:
     """Return what makes the module faster, the best first; torch.compile has no gradients of gradients."""
-    batch = (NO_PAIRS,) if achieved and achieved.pairs else (BATCH_OPERATORS,) if achieved and achieved.is_tiny else ()
-    able = (step for step in faster(heaviest, rank) if not (ledger.double_backward_ns and step.id == COMPILE.id))
-    return (*batch, *fitting_line(heaviest.family, spot), *able)
+    tiny = (do.VECTORIZE.filled(owner=heaviest.module),) if achieved and achieved.is_tiny else ()
+    able = (step for step in faster(heaviest, rank) if not (ledger.double_backward_ns and step.id == do.COMPILE.id))
+    return (*tiny, *fitting_line(heaviest.family, spot), *able)
 
 
 def _longest_line(rank: Rank, ledger: TimeLedger) -> tuple[Spot | None, str]:
-    """Return the program's longest line, and its pass: backward if it is longer and has lines, else forward."""
+    """Return the program's longest line, and its pass: backward if it is longer and has lines, else forward.
+
+    It waits only where operators leave the time for it: inside one, the thread sleeps until the other threads are done.
+    """
     at = action_spot(rank, ".backward") if ledger.ns(Part.BACKWARD) > ledger.ns(Part.FORWARD) else None
-    return (at, "the backward") if at is not None else (main_spot(forward_lines(rank)), "the forward")
+    part = Part.FORWARD if at is None else Part.BACKWARD
+    at = at or main_spot(forward_lines(rank))
+    if at is not None and at.waits:
+        outside_operators = total(line for line in ledger.of(part) if not line.operator)
+        at = replace(at, waits=at.share * ledger.ns(part) <= outside_operators)
+    return at, f"the {part}"
 
 
 def _device_trace(facts: Facts, rank: Rank) -> TraceReport | None:
@@ -307,20 +290,18 @@ def _achieved(facts: Facts, rank: Rank, trace: TraceReport | None, heaviest: Hea
     inside = "" if heaviest.module == ROOT else f"{heaviest.module}."
     within = [each for each in ledger.work if f"{each.module}.".startswith(inside)]
     work = [each for each in within if operator_family(each.operator) == heaviest.family]
-    pairs = all_pairs(within, sum(each.ns for each in within) / 2)
-    if not work and not pairs:
+    if not work:
         return None
     peaks = device_peaks(trace.devices[0]) if trace is not None and trace.devices else None
-    achieved = achieved_by(work or within, peaks, on_device=trace is not None)
-    return replace(achieved, on=f", on all pairs of {pairs}", pairs=pairs) if achieved and pairs else achieved
+    return achieved_by(work, peaks, on_device=trace is not None)
 
 
 def _look_further(run: Run) -> Remedy:
     """Return the command for the most detailed artifact of the run."""
     if any(artifact.type == "trace" and artifact.state == "present" for artifact in run.artifacts):
         place = quoted(shown_place(run.directory, run.root, run.url))
-        return VIEW_TRACE.filled(command=f"lightning-memprof view {place}")
-    return RECORD_OPERATORS
+        return do.VIEW_TRACE.filled(command=f"lightning-memprof view {place}")
+    return do.RECORD_RUN
 
 
 def nothing_on_host(trace: TraceReport, *, is_alone: bool) -> Finding:
@@ -329,14 +310,11 @@ def nothing_on_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     why = f"The trace has {format_count(trace.host_events, 'host event')} in {format_ns(span_ns)}."
     remedies: tuple[Remedy, ...] = ()
     if made := graph_made(trace):
-        title, why, remedies = (
-            f"No kernel was recorded: {made}.",
-            f"{why} Its kernels run in replays.",
-            (RECORD_REPLAY,),
-        )
+        title, why = f"No kernel was recorded: {made}.", f"{why} Its kernels run in replays."
+        remedies = fitting(trace, *LATER)
     elif trace.device_use:
         title = f"Device activity was not recorded: the host {trace.device_use}."
-        why, remedies = f"{why} No kernel is in the trace.", (RECORD_DEVICE,)
+        why, remedies = f"{why} No kernel is in the trace.", (do.RECORD_DEVICE,)
     elif trace.host_ledger is None:
         title = "No device activity in this trace."
     elif span_ns < POLICY.brief_ns:
@@ -366,19 +344,19 @@ def _host(trace: TraceReport, ledger: TimeLedger, *, is_alone: bool) -> tuple[st
     if heaviest is None:
         name, why = _collectives(trace) if parts[0] in MEETING else (_place(ledger, parts[0], ns), "")
         takes = _part(parts, ns, name)
-        others = (RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()
+        others = (do.RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()
         remedies = others if parts[0] in MEETING else LESS.get(parts[0], ())
     elif (takes := _computes(heaviest, ledger, ns)).bound == COMPUTE:
-        able = faster_by(heaviest, (), () if trace.program.is_compiled else (FUSE_OPERATORS,), is_cpu=True)
+        able = faster_by(heaviest, (), () if trace.program.is_compiled else (do.FUSE_OPERATORS,), is_cpu=True)
         why, remedies = _work(heaviest), (*fitting_line(heaviest.family, None), *able)
     elif trace.program.trains and not _has_backward(ledger):
         outside = f"{percent(takes.ns / ledger.step_ns)} of {span(trace)} is outside operators"
-        return f"Backward was not recorded: {outside}, in backward or in Python.", "", (RECORD_DEVICE,)
+        return f"Backward was not recorded: {outside}, in backward or in Python.", "", (do.RECORD_DEVICE,)
     else:
         why = ""
-        remedies = (MOVE_OUT_OF_STEP.filled(place=takes.place) if takes.place else RECORD_PYTHON_STACKS,)
+        remedies = (do.MOVE_OUT_OF_STEP.filled(place=takes.place) if takes.place else do.RECORD_PYTHON_STACKS,)
     where = "" if takes.bound == HOST else " on the host"
-    return _sentence(takes._replace(bound=f"{takes.bound}{where}"), ledger, span(trace)), why, fitting(trace, *remedies)
+    return sentence(takes._replace(bound=f"{takes.bound}{where}"), ledger, span(trace)), why, fitting(trace, *remedies)
 
 
 def _collectives(trace: TraceReport) -> tuple[str, str]:

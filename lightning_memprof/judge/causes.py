@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from lightning_memprof.account.ledger.growth import Growth, assigned_in
+from lightning_memprof.account.ledger.growth import Growth
 from lightning_memprof.account.memory.report import RankMemory
-from lightning_memprof.artifacts.series import HolderRow, HookRow
+from lightning_memprof.artifacts.series import WITH_GRAPH, HolderRow, HookRow
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence
-from lightning_memprof.judge.remedies import BOUND_HOLDER, Remedy
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import GIB, format_bytes
 
@@ -34,7 +35,7 @@ class Cause(NamedTuple):
 def holder_cause(holder: HolderRow) -> Cause:
     """Return the cause of memory that a variable holds."""
     place = (holder.place or "").removesuffix("[...]")
-    graph = " with its graph" if "with its graph" in (holder.content or "") else ""
+    graph = WITH_GRAPH if holder.keeps_graphs else ""
     count = f"{holder.added:,} " if holder.added else ""
     line = f" ({holder.line})" if holder.line else ""
     size = format_bytes(holder.added_bytes or 0)
@@ -42,15 +43,19 @@ def holder_cause(holder: HolderRow) -> Cause:
     detached = (
         "; store .detach() or .item() where the tensor is not needed" if "Tensor" in (holder.content or "") else ""
     )
-    remedy = BOUND_HOLDER.filled(place=place, assigned=assigned_in(holder), detached=detached)
+    source = f": {holder.source.strip()}" if holder.source else ""
+    assigned = f", assigned in {holder.line}{source}" if holder.line else ""
+    remedy = (do.WITHOUT_GRAPHS if holder.keeps_graphs else do.BOUND_HOLDER).filled(
+        place=place, assigned=assigned, detached=detached
+    )
     return Cause(place, why, remedy, graph=graph, line=line)
 
 
 def growth_text(growth: Growth) -> str:
     """Return how much and how fast memory grew, after its name."""
     return (
-        f"rose steadily by {format_bytes(growth.added_bytes)} in {growth.steps} steps: 1 GiB every "
-        f"{GIB / growth.bytes_per_step:,.0f} steps"
+        f"rose steadily by {format_bytes(growth.added)} in {growth.steps} steps: 1 GiB every "
+        f"{GIB / growth.per_step:,.0f} steps"
     )
 
 

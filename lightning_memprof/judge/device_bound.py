@@ -10,41 +10,22 @@ from lightning_memprof.account.ledger.modules import POINTWISE, operator_family
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import IdleCause, TraceReport
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.bound import Takes, sentence
 from lightning_memprof.judge.facts import trace_rank
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    BATCH_OPERATORS,
-    BFLOAT16,
-    CHANNELS_LAST,
-    COPY_BETWEEN_LESS,
-    COPY_FROM_PINNED,
-    DEVICES_AT_ONCE,
-    FILL_LESS,
-    FUSE_OPERATORS,
-    LARGER_SHAPES,
-    MOVE_LESS,
-    RECORD_ALL_EVENTS,
-    RECORD_SHAPES,
-    VIEW_TRACE,
-    Remedy,
-)
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.traces import (
     LATER,
-    after_start,
     cold_start_of,
     computing,
     fitting,
     is_brief,
+    look,
 )
-from lightning_memprof.read.run.locate import shown_path
 from lightning_memprof.read.trace.kernel_names import kernel_name
-from lightning_memprof.units import format_count, format_ns, percent, quoted
-
-
-def look(trace: TraceReport) -> Remedy:
-    """Return the command that shows every operator of a trace."""
-    return VIEW_TRACE.filled(command=f"lightning-memprof view {quoted(shown_path(trace.file))}")
+from lightning_memprof.units import format_count, format_ns, percent
 
 
 def busy(trace: TraceReport) -> float:
@@ -76,13 +57,12 @@ def device_bound(trace: TraceReport) -> Finding:
     steps = trace.work_window
     of_steps = f" (mean step: {format_ns(steps.mean_step_ns)})" if steps is not None else ""
     family, sentence = _device_bound(trace)
-    in_turns = _take_turns(trace)
-    sentence = in_turns or sentence
     work = [
         each
         for each in (trace.device_ledger.work if trace.device_ledger else ())
         if family == device_family(each.operator)
     ]
+    later = LATER if is_brief(trace) or cold_start(trace) else ()
     achieved = achieved_by(work, device_peaks(trace.devices[0]) if trace.devices else None, on_device=True)
     return Finding(
         rule=NOTHING_FOUND,
@@ -93,9 +73,7 @@ def device_bound(trace: TraceReport) -> Finding:
             f"{named or 'none'}{_by_device(trace)}."
         ),
         remedies=(
-            *((RECORD_ALL_EVENTS,) if trace.is_sample else fitting(trace, *LATER) if is_brief(trace) else ()),
-            *(after_start(trace, cold) if (cold := cold_start(trace)) else ()),
-            *((DEVICES_AT_ONCE,) if in_turns else ()),
+            *((do.RECORD_ALL_EVENTS,) if trace.is_sample else fitting(trace, *later)),
             *(_faster(trace, family, achieved) if family else ()),
             look(trace),
         ),
@@ -114,24 +92,14 @@ def _by_device(trace: TraceReport) -> str:
     return f"; by GPU: {', '.join(percent(ns / window.window_ns) for ns in trace.devices_busy_ns)}"
 
 
-def _take_turns(trace: TraceReport) -> str | None:
-    times, window = trace.devices_busy_ns, trace.window
-    if not times or window is None or trace.is_sample or is_brief(trace) or 2 * window.busy_ns < window.window_ns:
-        return None
-    if sum(times) > POLICY.turns * window.busy_ns or max(times) > POLICY.turn * window.busy_ns:
-        return None
-    most = percent(max(times) / window.window_ns)
-    return f"{len(times)} GPUs work one after another: the busiest one is busy {most} of the time."
-
-
 ELEMENTWISE: Final = "pointwise and copy operators"
 # By the kind of a copy: what it is, and a next step.
 OF_COPIES: Final = {
-    "HtoD": ("copies to the GPU", COPY_FROM_PINNED),
-    "DtoH": ("copies from the GPU", COPY_FROM_PINNED),
-    "DtoD": ("copies within the GPU", MOVE_LESS),
-    "PtoP": ("copies between GPUs", COPY_BETWEEN_LESS),
-    "Memset": ("memory fills", FILL_LESS),
+    "HtoD": ("copies to the GPU", do.COPY_FROM_PINNED),
+    "DtoH": ("copies from the GPU", do.COPY_FROM_PINNED),
+    "DtoD": ("copies within the GPU", do.COPY_LESS),
+    "PtoP": ("copies between GPUs", do.COPY_BETWEEN_LESS),
+    "Memset": ("memory fills", do.FILL_LESS),
 }
 
 
@@ -143,17 +111,17 @@ def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple
         ledger = trace.device_ledger
         fuses = ledger is not None and _families(ledger)[ELEMENTWISE] >= POLICY.verdict * ledger.step_ns
         is_known = family == ELEMENTWISE or "record_shapes" in trace.recorded_with
-        return fitting(trace, *((FUSE_OPERATORS,) if fuses else ()), *(() if is_known else (RECORD_SHAPES,)))
+        return fitting(trace, *((do.FUSE_OPERATORS,) if fuses else ()), *(() if is_known else (do.RECORD_SHAPES,)))
     peaks = device_peaks(trace.devices[0]) if trace.devices else None
     has_bfloat16 = peaks is not None and "bfloat16" in peaks.flops_per_s
-    lower = (BFLOAT16,) if achieved.dtype == "float32" and has_bfloat16 else ()
+    lower = (do.BFLOAT16, do.SMALLER_WEIGHTS) if achieved.dtype == "float32" and has_bfloat16 else ()
     if achieved.is_tiny:
-        return fitting(trace, BATCH_OPERATORS, LARGER_SHAPES)
+        return fitting(trace, do.VECTORIZE.filled(owner="the program"), do.FUSE_OPERATORS, do.MORE_WORK)
     if achieved.by_memory:
-        return fitting(trace, FUSE_OPERATORS, *lower)
+        return fitting(trace, do.FUSE_OPERATORS, *lower)
     if achieved.share is not None and achieved.share < POLICY.near_peak:
-        return fitting(trace, *((CHANNELS_LAST,) if family == "convolution" else ()), *lower, LARGER_SHAPES)
-    return fitting(trace, *lower, FUSE_OPERATORS)
+        return fitting(trace, *((do.CHANNELS_LAST,) if family == "convolution" else ()), *lower, do.MORE_WORK)
+    return fitting(trace, *lower, do.FUSE_OPERATORS)
 
 
 def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
@@ -201,19 +169,16 @@ def _most_work(ledger: TimeLedger, span: str) -> tuple[str | None, str | None]:
     by_work = _families(ledger)
     if not by_work:
         return None, None
-    ((name, ns),) = by_work.most_common(1)
-    share = percent(ns / ledger.step_ns)
-    copies, shown = OF_COPIES.get(_bare(name)), _named(ledger) if name == ELEMENTWISE else name
-    compute_ns = ledger.ns("compute")
-    if ns >= POLICY.bound * ledger.step_ns:
-        bound = "Copy" if copies else "Memory" if name == ELEMENTWISE else "Compute"
-        takes = "take" if copies or shown == ELEMENTWISE else "takes"
-        title = f"{bound}-bound: {{name}} {takes} {share} of {span} ({format_ns(ns)} of {format_ns(ledger.step_ns)})."
-    elif compute_ns >= POLICY.bound * ledger.step_ns:
-        title = f"Compute-bound: kernels take {percent(compute_ns / ledger.step_ns)} of {span}, {{name}} {share}."
+    ((family, ns),) = by_work.most_common(1)
+    copies, shown = OF_COPIES.get(_bare(family)), _named(ledger) if family == ELEMENTWISE else family
+    name = copies[0] if copies else kernel_name(shown)
+    compute_ns, half = ledger.ns("compute"), POLICY.bound * ledger.step_ns
+    if ns < half <= compute_ns:
+        takes = Takes("Compute-bound", "kernels take", compute_ns, part=name, part_ns=ns)
     else:
-        title = f"No bottleneck: the largest part of {span} is {{name}}, {share}."
-    return name, titled(title, name=copies[0] if copies else kernel_name(shown))
+        bound = "Copy-bound" if copies else "Memory-bound" if family == ELEMENTWISE else "Compute-bound"
+        takes = Takes(bound, f"{name} {'take' if copies or shown == ELEMENTWISE else 'takes'}", ns)
+    return family, sentence(takes, ledger, span)
 
 
 def _named(ledger: TimeLedger) -> str:

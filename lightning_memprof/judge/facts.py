@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -30,9 +30,7 @@ from lightning_memprof.read.run.model import ArtifactFile, Rank, Run
 _ALWAYS: Final = (Part.DATA_WAIT, Part.TRANSFER)
 _BESIDE: Final = (*_ALWAYS, Part.CALLBACK, Part.MODULE_HOOK, Part.LOGGING, Part.SELF_LOG, Part.METRIC)
 _OFTEN: Final = 0.5
-NO_RUN: Final = Run(
-    directory=Path(), root=Path(), ranks=(), artifacts=(), errors=(), unavailable=(), notes=(), problems=()
-)
+NO_RUN: Final = Run(Path())
 
 
 class Facts(msgspec.Struct, frozen=True, dict=True):
@@ -206,6 +204,11 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
             return trace_rank(source)
         number = source if isinstance(source, int) else source.rank
         return f" on rank {number}" if len(self.run.ranks) > 1 else ""
+
+
+def facts_of_files(traces: Iterable[TraceReport] = (), snapshots: Iterable[SnapshotReport] = ()) -> Facts:
+    """Return the facts of files without a run."""
+    return Facts(run=NO_RUN, statistics={}, traces=tuple(traces), snapshots=tuple(snapshots))
 
 
 def trace_rank(trace: TraceReport) -> str:

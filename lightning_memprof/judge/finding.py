@@ -12,12 +12,15 @@ from msgspec.structs import replace
 
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.units import percent
 
 # The rule of the finding that no other rule fired.
 NOTHING_FOUND: Final = "nothing_found"
 # A person opens a few of thousands of traces.
 MAX_EVIDENCE: Final = 16
 _CUT: Final = "…"
+# A smaller share of the whole is not worth a figure.
+LEAST_SAVED: Final = 0.01
 _FIGURES: Final = frozenset({"share", "rank", "kind"})
 # A shorter name tells nothing.
 _LEAST_NAME: Final = 12
@@ -59,13 +62,24 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """What a remedy would recover: nanoseconds per step or bytes of the peak, and its share of the whole, 0 to 1.
 
-    ``min`` and ``max`` are equal where the formula gives one figure.
+    ``min`` and ``max`` are equal where the formula gives one figure. ``of`` names the whole for people.
     """
 
     unit: Literal["ns", "bytes"]
     min: float
     max: float
     whole: float
+    of: str = "each step"
+
+    @property
+    def text(self) -> str:
+        """The range for people: ``18% to 36% of each step``, ``up to 36% of each step``; empty for less than 1%."""
+        if not self.whole or self.max < LEAST_SAVED * self.whole:
+            return ""
+        least, most = percent(self.min / self.whole), percent(self.max / self.whole)
+        if self.min < LEAST_SAVED * self.whole:
+            return f"up to {most} of {self.of}"
+        return f"{most} of {self.of}" if least == most else f"{least} to {most} of {self.of}"
 
     @property
     def share(self) -> float:
@@ -74,13 +88,9 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def severity(self) -> Severity:
-        """The severity of a fault that costs this much."""
-        return severity_of(self.share)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The fields of a finding that follow from its worth."""
-        return {"severity": self.severity, "weight": self.share, "recovers": self}
+        """The severity of a fault that costs this much: by the middle of the range, a warning also by its end."""
+        may_decide = bool(self.whole) and self.max >= POLICY.verdict * self.whole
+        return max(severity_of(self.share), Severity.WARNING if may_decide else Severity.NONE)
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +120,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if len(self.title) > POLICY.title:
             raise ValueError(f"a title has at most {POLICY.title} characters, not {len(self.title)}: {self.title!r}")
+
+    @property
+    def saves(self) -> str:
+        """What the first remedy would save, for people; empty where nobody can tell."""
+        return self.recovers.text if self.recovers is not None else ""
 
     @property
     def next_steps(self) -> tuple[str, ...]:
@@ -143,9 +158,11 @@ def titled(template: str, **names: object) -> str:
 
 
 def shortened(name: str, characters: int) -> str:
-    """Return the end of a dotted name, or of a name, in so many characters."""
+    """Return the end of a dotted name, or of a name, in so many characters; its place in parentheses goes first."""
     if len(name) <= characters:
         return name
+    if len(plain := name.partition(" (")[0]) <= characters:
+        return plain
     end = name[len(name) - characters + len(_CUT) :]
     _, dot, whole = end.partition(".")
     return f"{_CUT}{whole if dot and len(whole) >= characters / 2 else end}"

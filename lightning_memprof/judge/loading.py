@@ -8,10 +8,11 @@ from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.steps.lines import Spot, action_spot, collate_spot
 from lightning_memprof.account.steps.workers import Call, Loading, calls, loading, workers
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.cores import core_load, free_cores, torch_threads
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import FETCH_AT_ONCE, Remedy
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.model import Rank
 
 
@@ -40,7 +41,7 @@ def one_by_one(rank: Rank, ledger: TimeLedger) -> tuple[str, tuple[Remedy, ...]]
     samples = (loaders[0].batch_size or 0) if loaders and not loaders[0].is_iterable else 0
     if samples < POLICY.many_samples or loaders[0].num_workers or not 0 < total(lines) < POLICY.row_ns * samples:
         return "", ()
-    return f"one by one, {samples:,} in a batch", (FETCH_AT_ONCE.filled(samples=samples),)
+    return f"one by one, {samples:,} in a batch", (do.FETCH_AT_ONCE.filled(samples=samples),)
 
 
 def cores_of_loading(facts: Facts, rank: Rank, ledger: TimeLedger) -> float | None:

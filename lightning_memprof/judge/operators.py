@@ -7,28 +7,8 @@ from typing import Final, NamedTuple
 
 from lightning_memprof.account.ledger.modules import EXPLAINS, Heaviest, compiled_paths, path_parts
 from lightning_memprof.account.steps.lines import Spot
-from lightning_memprof.judge.remedies import (
-    ACCUMULATE_ONCE,
-    BFLOAT16,
-    CHANNELS_LAST,
-    COMPARE_CHANNELS_LAST,
-    COMPILE,
-    COPY_LESS,
-    DECOMPOSE_LESS,
-    DRAW_FEWER,
-    FUSED_ATTENTION,
-    FUSED_MODULE,
-    KEEP_ITERATOR,
-    LESS_WORK,
-    LOAD_BOTH,
-    MOVE_LESS,
-    SORT_LESS,
-    WAIT_OUTSIDE,
-    WITH_LIBRARY,
-    WORK_LESS,
-    WRITE_LESS,
-    Remedy,
-)
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.model import Rank
 
 
@@ -45,44 +25,37 @@ class Family(NamedTuple):
 
 
 DECOMPOSES: Final = Family(
-    DECOMPOSE_LESS,
+    do.DECOMPOSE_LESS,
     r"aten::\w*(?:linalg(?!_vector_norm)|svd|eigh?\b|cholesky|inverse|geqrf|orgqr|qr\b|lu_|triangular_solve|matrix_exp)",
 )
 FAMILIES: Final = (
     DECOMPOSES,
-    Family(SORT_LESS, r"aten::_?(?:sort|argsort|msort|topk|kthvalue|median|nanmedian|mode|unique\w*|quantile)\b"),
+    Family(do.SORT_LESS, r"aten::_?(?:sort|argsort|msort|topk|kthvalue|median|nanmedian|mode|unique\w*|quantile)\b"),
     Family(
-        DRAW_FEWER,
-        r"aten::(?:normal|uniform|bernoulli|random|exponential|log_normal|geometric|multinomial|randperm)_?\Z",
-    ),
-    Family(ACCUMULATE_ONCE, r"aten::_?(?:cumsum|cumprod|cummax|cummin|logcumsumexp)\w*\Z"),
-    Family(
-        MOVE_LESS,
+        do.COPY_LESS,
         r"aten::(?:copy_|cat|_cat|stack|clone|_to_copy|index_select|repeat|repeat_interleave|roll|flip)\Z",
+        functions=("deepcopy", "state_dict"),
     ),
-    Family(FUSED_ATTENTION, "attention without"),
+    Family(do.FUSED_ATTENTION, "attention without"),
     Family(
-        KEEP_ITERATOR,
-        functions=("DataLoader.__iter__", "_BaseDataLoaderIter.__init__", "RandomSampler.__iter__"),
+        do.KEEP_ITERATOR,
+        functions=(
+            "DataLoader.__iter__",
+            "_BaseDataLoaderIter.__init__",
+            "_BaseDataLoaderIter.__next__",
+            "RandomSampler.__iter__",
+        ),
     ),
-    Family(LOAD_BOTH, functions=("_BaseDataLoaderIter.__next__",)),
-    Family(COPY_LESS, functions=("deepcopy", "state_dict")),
     Family(
-        WRITE_LESS,
+        do.WRITE_LESS,
         functions=("dump", "dumps", "save", "savez", "savetxt", "savefig", "to_csv", "to_json", "to_parquet"),
     ),
-)
-# Modules of torch that compute with one operator, and that programs write themselves under the same name.
-FUSED: Final = (
-    *("LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GELU", "SiLU", "Mish"),
 )
 # channels_last is a layout of images.
 SIGNALS: Final = "aten::conv1d"
 IMAGES: Final = frozenset({"aten::conv2d", "aten::conv3d"})
 # Fusing leaves its arithmetic as it is, and its kernels are those of a library.
 ARITHMETIC: Final = frozenset({"matrix multiplication", "convolution", "attention", "recurrent layers"})
-
-
 # What torch runs on a CPU where no library has the operator: a loop over the samples, with a copy of each.
 FALLBACK: Final = re.compile(r"aten::_?(?:slow_conv|thnn_conv)")
 
@@ -90,7 +63,7 @@ FALLBACK: Final = re.compile(r"aten::_?(?:slow_conv|thnn_conv)")
 def spot_remedies(spot: Spot) -> tuple[Remedy, ...]:
     """Return the remedy that fits a wait, or the function of a library that a line calls; empty where none does."""
     if spot.waits:
-        return (WAIT_OUTSIDE.filled(owner=spot.function),)
+        return (do.WAIT_OUTSIDE.filled(owner=spot.function),)
     names = {name for each in (spot.called, spot.inside) if each for name in (each, each.rpartition(".")[2])}
     found = (family.remedy for family in FAMILIES if names & {*family.functions})
     return tuple(remedy.filled(owner=spot.function) for remedy in found)[:1]
@@ -99,16 +72,8 @@ def spot_remedies(spot: Spot) -> tuple[Remedy, ...]:
 def fitting(operator: str, spot: Spot | None) -> tuple[Remedy, ...]:
     """Return the remedies that fit an operator, and the line of the program with most of the time."""
     family = [family.remedy for family in FAMILIES if family.matches(operator)][:1]
-    found = tuple(dict.fromkeys((*((*_by_hand(spot), *spot_remedies(spot)) if spot else ()), *family)))
-    return found or ((WORK_LESS.filled(owner=spot.function),) if spot and spot.is_helper else ())
-
-
-def _by_hand(spot: Spot) -> tuple[Remedy, ...]:
-    """Return the remedy for a module of the program that has the name of one of torch's."""
-    name, _, method = spot.function.rpartition(".")
-    usual = name.rpartition(".")[2].lower().replace("_", "")
-    names = [fused for fused in FUSED if fused.lower() == usual and method == "forward"]
-    return tuple(FUSED_MODULE.filled(fused=fused, owner=name) for fused in names)
+    found = tuple(dict.fromkeys((*(spot_remedies(spot) if spot else ()), *family)))
+    return found or ((do.WORK_LESS.filled(owner=spot.function),) if spot and spot.is_helper else ())
 
 
 def faster(heaviest: Heaviest, rank: Rank) -> tuple[Remedy, ...]:
@@ -116,8 +81,8 @@ def faster(heaviest: Heaviest, rank: Rank) -> tuple[Remedy, ...]:
     precision = (rank.training.precision if rank.training else None) or "32-true"
     found = path_parts(heaviest.module)
     overlaps = any(all(a == b for a, b in zip(found, place, strict=False)) for place in compiled_paths(rank))
-    compiled = () if overlaps else (COMPILE.filled(module=heaviest.module),)
-    lower = (BFLOAT16,) if precision == "32-true" else ()
+    compiled = () if overlaps else (do.COMPILE.filled(module=heaviest.module),)
+    lower = (do.BFLOAT16,) if precision == "32-true" else ()
     return faster_by(heaviest, lower, compiled, is_cpu=rank.facts.is_cpu)
 
 
@@ -126,7 +91,7 @@ def faster_by(
 ) -> tuple[Remedy, ...]:
     """Return what makes the operators of a module faster, the best first.
 
-    On a CPU, bfloat16 is slower without units for it, and channels_last for some convolutions.
+    On a CPU, bfloat16 is slower without units for it.
 
     Args:
         heaviest: the module.
@@ -134,11 +99,11 @@ def faster_by(
         compiled: how to compile it, where it is not compiled.
         is_cpu: whether it runs on a CPU.
     """
-    less = (LESS_WORK.filled(module=heaviest.module, family=heaviest.family),) if is_cpu else ()
+    less = (do.LESS_WORK.filled(module=heaviest.module, family=heaviest.family),) if is_cpu else ()
     lower = () if is_cpu else lower
     if heaviest.family == "convolution" and not (SIGNALS in heaviest.operators and not IMAGES & heaviest.operators):
-        library = (WITH_LIBRARY,) if is_cpu and any(map(FALLBACK.match, heaviest.operators)) else ()
-        return (*library, *less, COMPARE_CHANNELS_LAST) if is_cpu else (*lower, CHANNELS_LAST)
+        library = (do.WITH_LIBRARY,) if is_cpu and any(map(FALLBACK.match, heaviest.operators)) else ()
+        return (*library, *less, *lower, do.CHANNELS_LAST)
     if heaviest.family in ARITHMETIC and heaviest.family_ns >= EXPLAINS * heaviest.ns:
         return (*less, *lower, *compiled)
     return (*compiled, *lower)

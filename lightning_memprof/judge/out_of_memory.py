@@ -7,40 +7,14 @@ from typing import Final
 
 from lightning_memprof.account.oom.autopsy import Autopsy
 from lightning_memprof.account.oom.causes import HOST_REST, OTHER_TENSORS, SETUP, UNHELD
-from lightning_memprof.artifacts.manifest import DataLoaderFacts, OptimizerFacts
-from lightning_memprof.judge.remedies import (
-    CHECKPOINT_BLOCKS,
-    CREATE_SHARDED,
-    EMPTY_BETWEEN_STAGES,
-    EVALUATE_WITHOUT_GRADIENTS,
-    EXPANDABLE_SEGMENTS,
-    FEW_LENGTHS,
-    FEWER_LOADING_PROCESSES,
-    FIND_CONTAINERS,
-    FREE_DEVICE,
-    FUSED_STATES,
-    HALF_BATCH,
-    HALF_MODEL,
-    HALF_PRECISION,
-    LESS_STATE,
-    LIMIT_SHARES,
-    LOAD_MAPPED,
-    MAP_FILE,
-    OWN_DEVICES,
-    RAISE_FRACTION,
-    RAISE_MEMORY_LIMIT,
-    RELEASE_EARLIER,
-    RELEASE_TENSORS,
-    SHARD_MODEL,
-    SMALLER_EVALUATION_BATCH,
-    SPLIT_OPERATION,
-    STOP_OTHERS,
-    TABLES_ON_HOST,
-    Remedy,
-)
+from lightning_memprof.artifacts.manifest import DataLoaderFacts
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.remedies import Remedy
 
 STEPS: Final = 3
 MOST_SAVED: Final = "the modules with the most saved activations"
+HALF_BATCH: Final = do.SMALLER_BATCH.filled(batch="half the batch size", times=2)
+GROWING_SEGMENTS: Final = do.EXPANDABLE_SEGMENTS.filled(settings="expandable_segments:True")
 WITHOUT_GRADIENTS: Final = ("validation_step", "test_step", "predict_step")
 
 
@@ -51,108 +25,91 @@ def remedies_for(event: Autopsy) -> tuple[Remedy, ...]:
     elif event.cause == "fragmented":
         steps = _fragmented(event)
     elif event.cause == "other process":
-        steps = _other_process(event)
+        steps = iter((do.STOP_OTHERS, do.FREE_DEVICE))
     elif event.phase == SETUP:
         steps = _setup(event)
     elif event.cause == "too large":
-        steps = iter((_half_batch(event), *_half_precision(event), SPLIT_OPERATION, SHARD_MODEL))
+        steps = iter((_smaller_batch(event), *_bfloat16(event), do.SPLIT_OPERATION, do.SHARD_MODEL))
     else:
         steps = _full(event)
     return tuple(dict.fromkeys(steps))[:STEPS]
 
 
 def _fragmented(event: Autopsy) -> Iterator[Remedy]:
-    yield RELEASE_EARLIER if event.is_expandable else EXPANDABLE_SEGMENTS
-    yield FEW_LENGTHS
-    yield EMPTY_BETWEEN_STAGES
-    yield _half_batch(event)
-
-
-def _other_process(event: Autopsy) -> Iterator[Remedy]:
-    yield STOP_OTHERS
-    yield OWN_DEVICES if (event.world_size or 1) > 1 else FREE_DEVICE
-    yield LIMIT_SHARES
-    yield _half_batch(event)
+    if not event.is_expandable:
+        yield GROWING_SEGMENTS
+    yield do.FEW_SHAPES
+    yield do.RETURN_CACHE
+    yield _smaller_batch(event)
 
 
 def _setup(event: Autopsy) -> Iterator[Remedy]:
     """Yield remedies for a failure before the first step, where only the model and loaded weights use memory."""
     if event.cause == "limited":
-        yield RAISE_FRACTION
-    yield SHARD_MODEL
+        yield do.RAISE_LIMIT.filled(limit="torch.cuda.set_per_process_memory_fraction")
+    yield do.SHARD_MODEL
     if _has_full_precision(event):
-        yield HALF_MODEL
-    yield LOAD_MAPPED
-    yield TABLES_ON_HOST
+        yield do.SMALLER_WEIGHTS
+    yield do.MAP_FILE
 
 
 def _full(event: Autopsy) -> Iterator[Remedy]:
     if event.cause == "limited":
-        yield RAISE_FRACTION
-    if event.place["function"] in WITHOUT_GRADIENTS:
-        yield EVALUATE_WITHOUT_GRADIENTS
+        yield do.RAISE_LIMIT.filled(limit="torch.cuda.set_per_process_memory_fraction")
     if event.phase == "optimizer":
-        yield _smaller_state(event)
+        yield do.LESS_OPTIMIZER_STATE
     if event.largest == OTHER_TENSORS:
-        yield RELEASE_TENSORS.filled(made="the tensors listed above", record="")
+        yield do.RELEASE_TENSORS.filled(made="the tensors listed above")
     is_saved = event.largest in (None, UNHELD)
     if is_saved and event.modules:
-        yield CHECKPOINT_BLOCKS.filled(blocks=" and ".join(event.modules))
-    yield _half_batch(event)
+        yield do.CHECKPOINTING.filled(blocks=" and ".join(event.modules))
+    yield _smaller_batch(event)
     if is_saved and not event.modules:
-        yield CHECKPOINT_BLOCKS.filled(blocks=MOST_SAVED)
-    yield from _half_precision(event)
-    yield _smaller_state(event)
-    yield SHARD_MODEL
+        yield do.CHECKPOINTING.filled(blocks=MOST_SAVED)
+    yield from _bfloat16(event)
+    yield do.LESS_OPTIMIZER_STATE
+    yield do.SHARD_MODEL
 
 
 def _host(event: Autopsy) -> Iterator[Remedy]:
     if event.cause == "limited":
-        yield RAISE_MEMORY_LIMIT
+        yield do.RAISE_LIMIT.filled(limit="ulimit -v unlimited, docker run --memory, sbatch --mem")
     workers, waits = _loader(event).num_workers or 0, event.phase in ("data_wait", SETUP)
     if workers > 1 or (workers and waits):
-        fewer = f"num_workers={workers // 2}" + (", prefetch_factor=1" if workers > 1 else "")
-        yield FEWER_LOADING_PROCESSES.filled(fewer=fewer)
+        yield do.FEWER_WORKERS.filled(workers=workers // 2)
     elif waits:
-        yield MAP_FILE
+        yield do.MAP_FILE
     if event.phase == SETUP:
-        yield CREATE_SHARDED
+        yield do.SHARD_MODEL
         if _has_full_precision(event):
-            yield HALF_MODEL
+            yield do.SMALLER_WEIGHTS
     if event.phase == "optimizer":
-        yield _smaller_state(event)
+        yield do.LESS_OPTIMIZER_STATE
     if event.largest == HOST_REST:
-        yield FIND_CONTAINERS
+        yield do.RELEASE_TENSORS.filled(made="step outputs or cached samples")
     if event.largest == OTHER_TENSORS:
-        yield RELEASE_TENSORS.filled(made="the tensors listed above", record="")
-    yield _half_batch(event)
-    yield from _half_precision(event)
+        yield do.RELEASE_TENSORS.filled(made="the tensors listed above")
+    yield _smaller_batch(event)
+    yield from _bfloat16(event)
     if event.place["function"] not in WITHOUT_GRADIENTS:
-        yield CHECKPOINT_BLOCKS.filled(blocks=MOST_SAVED)
-    yield _smaller_state(event)
+        yield do.CHECKPOINTING.filled(blocks=MOST_SAVED)
+    yield do.LESS_OPTIMIZER_STATE
 
 
-def _half_batch(event: Autopsy) -> Remedy:
+def _smaller_batch(event: Autopsy) -> Remedy:
+    if event.place["function"] in WITHOUT_GRADIENTS:
+        return do.SMALLER_INPUT
     size = _loader(event).batch_size
     half = f"DataLoader(batch_size={size // 2})" if size and size > 1 else "half the batch size"
-    if event.place["function"] in WITHOUT_GRADIENTS:
-        return SMALLER_EVALUATION_BATCH.filled(half=half)
-    return HALF_BATCH.filled(half=half, times=2 * (event.training.accumulate_grad_batches or 1))
+    return do.SMALLER_BATCH.filled(batch=half, times=2 * (event.training.accumulate_grad_batches or 1))
 
 
-def _half_precision(event: Autopsy) -> tuple[Remedy, ...]:
-    return (HALF_PRECISION,) if _has_full_precision(event) else ()
+def _bfloat16(event: Autopsy) -> tuple[Remedy, ...]:
+    return (do.BFLOAT16,) if _has_full_precision(event) else ()
 
 
 def _has_full_precision(event: Autopsy) -> bool:
     return (event.training.precision or "32-true").startswith(("32", "64"))
-
-
-def _smaller_state(event: Autopsy) -> Remedy:
-    optimizer = next(iter(event.training.optimizers), OptimizerFacts())
-    if event.is_host or optimizer.fused:
-        return LESS_STATE
-    return FUSED_STATES.filled(optimizer=optimizer.name or "AdamW")
 
 
 def _loader(event: Autopsy) -> DataLoaderFacts:

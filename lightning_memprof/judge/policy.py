@@ -14,21 +14,20 @@ class Policy:
 
     Attributes:
         note: share of the step, or of the peak, below which nothing is reported: less than a speed-up of 1.05.
-        verdict: share from which on a finding may be the verdict: a speed-up of 1.1.
+        verdict: share from which on a finding may be the verdict, if its remedy may recover as much: a speed-up of 1.1.
         severe: share from which on it is severe: a speed-up of 1.4.
         bound: share of the step from which on it is bound by a part.
         steps: a verdict on step time needs this many: the first ones start workers and select kernels, and one
             validation or checkpoint is most of a short run.
         short_step_ns: the Trainer itself takes 1 to 4 ms per step; in shorter steps its share hides the model's.
         title: characters of a title.
+        trainer_ns: the Trainer's own work between phases takes less per step.
         action_ns: time per step of an action below which nothing is reported: the Trainer's own hooks and its progress
             bar take a millisecond.
         action_short_ns: the same in short steps.
         calls: an action that runs less often in the whole run starts or ends it.
         repeated: what returns in several steps takes this many times its longest step: Python collects everything, and
             a model is compiled, once in a while.
-        save_ns: a checkpoint of small tensors takes less, on a busy machine, too.
-        save_byte_ns: so does each byte: the slowest disks write 20 MB/s.
         owners: findings of a rule, one for each owner; of many slow callbacks the first ones show what to do.
         most: share from which on one cause explains a time.
         padding: share of padding in a batch; lengths vary in every data set, and batches of whole samples are never
@@ -43,13 +42,11 @@ class Policy:
         few_tensors: tensors of an optimizer below which a loop over them costs nothing, unless they are large.
         per_tensor: operators that an optimizer of the program calls for each tensor if it updates them one by one.
         large_bytes: of them: each operator reads all of a large tensor again.
+        times_larger: the batch that is proposed instead of one of few samples.
         few_samples: in a batch; more are a choice of the optimization, not an oversight, and so are more positions in a
             batch of sequences.
         call_ns: Python, autograd and the dispatcher take this for each operator that a program calls, on CPUs of 2020
             and later.
-        sent_bytes: less is sent within the wait for the last rank, which no option removes.
-        passes: backward passes per optimizer step from which on they accumulate; fewer are two optimizers that share a
-            pass, or an epoch whose last batches are too few for a step.
         ample: of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing
             does not save.
         loop: calls of an operator or a module in one forward, or in one call of a hook, from which on they are a loop:
@@ -58,6 +55,7 @@ class Policy:
             wait for than they save.
         long_ns: a longer call computes for much longer than its dispatch takes, and has work for all cores.
         reads: values of tensors that a step reads one by one from which on it loops over them.
+        collected_after: new objects after which Python collects young ones; a value that is read makes one or two.
         thread_ns: in a shorter time, a thread may work for once.
         all_gradients: of the gradients that all passes of a step could compute: parameters that a pass does not need
             are missing.
@@ -92,12 +90,7 @@ class Policy:
         requests: without torch's cache each tensor is a call to the driver; with it, a step that empties the cache
             requests fewer segments.
         requests_per_kernel: the same per kernel.
-        small_bytes: below this size the start-up of a collective takes as long as its data on any link.
-        small_collectives: so many of these in a step are better sent as one.
         same_size: sizes that differ by less are of the same tensors.
-        short_kernel_ns: a launch takes 3 to 10 µs on the host.
-        turns: devices that take turns work at the same time for no more than this, beyond the time of one.
-        turn: no device that takes turns works for more of the time in which any does.
         near_peak: share of a device's peak from which on there is little to gain with the same arithmetic.
     """
 
@@ -108,12 +101,11 @@ class Policy:
     steps: int = 10
     short_step_ns: int = 10_000_000
     title: int = 100
+    trainer_ns: int = 5_000_000
     action_ns: int = 1_000_000
     action_short_ns: int = 2_000_000
     calls: float = 2.5
     repeated: int = 4
-    save_ns: int = 200_000_000
-    save_byte_ns: int = 50
     owners: int = 3
     most: float = 0.50
     padding: float = 0.20
@@ -126,15 +118,15 @@ class Policy:
     few_tensors: int = 20
     per_tensor: int = 2
     large_bytes: int = 16 * MIB
+    times_larger: int = 8
     few_samples: int = 8
     call_ns: int = 10_000
-    sent_bytes: int = MIB
-    passes: float = 1.75
     ample: float = 0.25
     loop: int = 8
     parallel_ns: int = 100_000
     long_ns: int = 300_000
     reads: int = 256
+    collected_after: int = 700
     thread_ns: int = 300_000_000
     all_gradients: float = 0.95
     threads_per_core: int = 2
@@ -164,12 +156,7 @@ class Policy:
     multiple: int = 3
     requests: int = 50
     requests_per_kernel: float = 0.25
-    small_bytes: int = MIB
-    small_collectives: int = 20
     same_size: float = 0.10
-    short_kernel_ns: int = 10_000
-    turns: float = 1.10
-    turn: float = 0.75
     near_peak: float = 0.60
 
 

@@ -14,49 +14,33 @@ from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.read.run.model import Rank
 
-# The first slow steps show a period; comparing all pairs takes long.
-COMPARED: Final = 12
-
-
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
 class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
     """The few of ``seen`` steps that hold most of a phase's time, and the phase's mean in them.
 
-    ``period`` is the regular distance between them in steps, None if there is none. ``ends_epochs``: each of them is
-    the last step of its epoch; ``starts_epochs``: each is the first.
+    ``period`` is the regular distance between them in steps, None if there is none.
     """
 
     steps: tuple[int, ...]
     seen: int
     mean_ns: int
     period: int | None
-    ends_epochs: bool
-    starts_epochs: bool = False
 
     @property
     def is_hiccup(self) -> bool:
         """Whether a busy machine explains these steps."""
         if self.mean_ns * len(self.steps) < POLICY.hiccups_ns:
             return True
-        if self.period is not None or ((self.ends_epochs or self.starts_epochs) and len(self.steps) > 1):
+        if self.period is not None:
             return False
         return self.mean_ns < (POLICY.long_hiccup_ns if len(self.steps) < POLICY.calls else POLICY.hiccup_ns)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the steps have a period, or a place in each epoch."""
-        return self.period is not None or (len(self.steps) > 1 and (self.ends_epochs or self.starts_epochs))
 
     @property
     def subject(self) -> str:
         """The steps as the subject of a sentence: ``Every 10th step``, ``2 of 56 steps``."""
         count = len(self.steps)
-        if self.ends_epochs:
-            return "The last step of each epoch" if count > 1 else "The last step of the epoch"
-        if self.starts_epochs and count > 1:
-            return "The first step of each epoch"
         if self.period is not None:
             return f"Every {_ordinal(self.period)} step"
         return f"{count} of {self.seen} steps" if count > 1 else f"1 of {self.seen} steps (step {self.steps[0]})"
@@ -64,8 +48,7 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verb(self) -> str:
         """``takes`` or ``take``, to agree with the subject."""
-        named = self.period is not None or self.ends_epochs or self.starts_epochs
-        return "take" if len(self.steps) > 1 and not named else "takes"
+        return "take" if len(self.steps) > 1 and self.period is None else "takes"
 
 
 def rhythm(rank: Rank, phase: str) -> Rhythm | None:
@@ -74,18 +57,17 @@ def rhythm(rank: Rank, phase: str) -> Rhythm | None:
     if typical is None:
         return None
     spent = [(step, breakdown[phase] or 0) for step, _, breakdown in typical.steps]
-    found = few_steps(rank, spent, stands_out=POLICY.stands_out)
+    found = few_steps(spent, stands_out=POLICY.stands_out)
     held = found.mean_ns * len(found.steps) if found is not None else 0
     return found if held >= POLICY.most * sum(ns for _, ns in spent) else None
 
 
-def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float) -> Rhythm | None:
+def few_steps(spent: Sequence[tuple[int, int]], *, stands_out: float) -> Rhythm | None:
     """Return the steps that take ``stands_out`` times the median, or None if they are not few.
 
     A busy machine delays some step in every run: steps that stand out by little beside the others are ignored.
 
     Args:
-        rank: the rank of the steps.
         spent: ``(step, nanoseconds)``.
         stands_out: multiple of the median.
     """
@@ -98,15 +80,11 @@ def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float
     if not large or len(large) > POLICY.few * len(spent):
         return None
     steps = tuple(step for step, _ in large)
-    last = {row["epoch"]: row["step"] for row in rank.pulse}
-    first = {row["epoch"]: row["step"] for row in reversed(rank.pulse)}
     return Rhythm(
         steps=steps,
         seen=len(spent),
         mean_ns=round(sum(ns for _, ns in large) / len(large)),
-        period=_period(steps) or _period_of_places(steps, [step for step, _ in spent]),
-        ends_epochs=set(steps) <= set(last.values()),
-        starts_epochs=set(steps) <= set(first.values()),
+        period=_period(steps),
     )
 
 
@@ -126,24 +104,6 @@ def _period(steps: Sequence[int]) -> int | None:
         return None
     gap, count = gaps.most_common(1)[0]
     return gap if gap > 1 and count >= POLICY.regular * sum(gaps.values()) else None
-
-
-def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
-    """Return the distance at which nearly each step is slow, for periods with other slow steps in between."""
-    slow, known, found = set(steps), set(seen), Counter[int]()
-    first, last = min(known), max(known)
-    for before, after in itertools.combinations(sorted(slow)[:COMPARED], 2):
-        period = after - before
-        places = [step for step in range(first + (before - first) % period, last + 1, period) if step in known]
-        hits = sum(step in slow for step in places)
-        if (
-            period > 1
-            and len(places) >= POLICY.rhythm
-            and hits >= max(POLICY.each * len(places), POLICY.regular * len(slow))
-        ):
-            found[period] = max(found[period], hits)
-    # Of 7 and 14 the shorter one has more of the slow steps.
-    return found.most_common(1)[0][0] if found else None
 
 
 def _ordinal(number: int) -> str:

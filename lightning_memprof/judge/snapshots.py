@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Final
 
+from lightning_memprof.account.ledger.growth import Growth
 from lightning_memprof.account.snapshot.frames import is_lightning, is_training
-from lightning_memprof.account.snapshot.growth import Growth
-from lightning_memprof.account.snapshot.report import DeviceReport, HeldLine
-from lightning_memprof.judge.remedies import (
-    HALF_PRECISION,
-    NAME_HOLDER,
-    RELEASE_TENSORS,
-    SMALLER_BATCH,
-    SMALLER_INPUT,
-    SMALLER_WEIGHTS_OR_CACHE,
-    Need,
-    Remedy,
-    applicable,
-)
+from lightning_memprof.account.snapshot.report import DeviceReport, HeldLine, SnapshotReport
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.out_of_memory import HALF_BATCH
+from lightning_memprof.judge.remedies import Need, Remedy, applicable
+from lightning_memprof.judge.rule import Found
 
 # Of these, one applies to each program.
-SMALLER: Final = (SMALLER_BATCH, SMALLER_INPUT)
-FEWER_BYTES: Final = (HALF_PRECISION, SMALLER_WEIGHTS_OR_CACHE)
+SMALLER: Final = (HALF_BATCH, do.SMALLER_INPUT)
+FEWER_BYTES: Final = (do.BFLOAT16, do.SMALLER_WEIGHTS)
+
+
+def on_devices(found_on: Callable[[SnapshotReport, DeviceReport], Found | None], facts: Facts) -> Iterator[Found]:
+    """Yield what is found on the devices of snapshots."""
+    for snapshot in facts.snapshots:
+        yield from filter(None, (found_on(snapshot, device) for device in snapshot.devices))
 
 
 def calls(line: HeldLine) -> str:
@@ -39,9 +40,4 @@ def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:
 
 def released(growth: Growth) -> Remedy:
     """Return how to free blocks that pile up."""
-    return RELEASE_TENSORS.filled(made=f"the tensors of {growth.site}", record="")
-
-
-def freed_growth(device: DeviceReport, growth: Growth) -> tuple[Remedy, ...]:
-    """Return the same for the program of a snapshot."""
-    return fitting(device, released(growth), NAME_HOLDER)
+    return do.RELEASE_TENSORS.filled(made=f"the tensors of {growth.owner}")

@@ -7,40 +7,35 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from msgspec.structs import replace
-
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
-from lightning_memprof.account.trace.idle import COMPILES
+from lightning_memprof.account.trace.cold import COMPILES
 from lightning_memprof.account.trace.model import IdleCause, Kernel, RuntimeCall, TraceReport
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence
 from lightning_memprof.judge.optimizers import FOREACH, FUSED
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    MORE_OF_TRACE,
-    RECORD_LATER,
-    RECORD_REPLAY,
-    SLOW_BATCH,
-    VIEW_TRACE,
-    WORKERS,
-    Need,
-    Remedy,
-    applicable,
-)
-from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
+from lightning_memprof.judge.remedies import Need, Remedy, applicable
+from lightning_memprof.read.run.locate import shown_path
+from lightning_memprof.read.trace.kernel_names import kernel_name
 from lightning_memprof.units import format_ns, quoted
 
 LONGEST_NAME: Final = 72
 
 # Of the names of kernels that send numbers of 16 bits.
 HALF: Final = re.compile(r"_b?f16|bfloat16|half", re.IGNORECASE)
-LATER: Final = (RECORD_LATER,)
+LATER: Final = (do.RECORD_LATER,)
 
 
 def remedies(trace: TraceReport, *choices: Remedy) -> tuple[Remedy, ...]:
     """Return the next steps that apply to the recorded program; if none does, the step is to open the trace."""
-    return fitting(trace, *choices) or (VIEW_TRACE.filled(command=f"lightning-memprof view {quoted(trace.file)}"),)
+    return fitting(trace, *choices) or (look(trace),)
+
+
+def look(trace: TraceReport) -> Remedy:
+    """Return the command that shows every operator of a trace."""
+    return do.VIEW_TRACE.filled(command=f"lightning-memprof view {quoted(shown_path(trace.file))}")
 
 
 def fitting(trace: TraceReport, *choices: Remedy) -> tuple[Remedy, ...]:
@@ -107,44 +102,19 @@ def longest_in(trace: TraceReport, start_ns: int | None, duration_ns: int) -> tu
     return seen_in(trace) if start_ns is None else (*seen_in(trace), *seen_in(trace, start_ns, duration_ns))
 
 
-def sure_ledger(trace: TraceReport) -> TimeLedger | None:
-    """Return the device's ledger without the idle time in which an event may run that is missing, as in the window."""
-    ledger, unsure_ns = trace.device_ledger, trace.unsure_ns
-    if ledger is None or trace.steady is not None or not unsure_ns:
-        return ledger
-    idle = [line for line in ledger.lines if line.part.group == "device idle"]
-    known = {cause.cause: cause.total_ns / ledger.steps for cause in trace.idle}
-    known[Part.IDLE_UNKNOWN] = total(idle) - unsure_ns / ledger.steps - sum(known.values())
-    lines = [line for line in ledger.lines if line not in idle]
-    for part in dict.fromkeys(line.part for line in idle):
-        lines += scaled((line for line in idle if line.part == part), known.get(part, 0.0))
-    return replace(
-        ledger,
-        step_ns=ledger.step_ns - unsure_ns / ledger.steps,
-        lines=tuple(sorted(lines, key=lambda line: -line.ns)),
-    )
-
-
 def device_traces(facts: Facts) -> Iterator[tuple[TraceReport, TimeLedger]]:
     """Yield the traces with enough of a device's time that is not mostly a cold start, and its ledger."""
     for trace in facts.steady_traces:
-        ledger = sure_ledger(trace)
+        ledger = trace.device_ledger
         if ledger is not None and not is_brief(trace) and ledger.share(Part.COLD_START) < POLICY.most:
             yield trace, ledger
 
 
 def stretch(trace: TraceReport, ledger: TimeLedger) -> tuple[int, str]:
     """Return of how many steps times are shown, and their length: of all that were recorded, or one outside windows."""
-    if trace.steady is not None:
+    if trace.is_steady:
         return 1, ledger.length_text
     return ledger.steps, format_ns(ledger.step_ns * ledger.steps)
-
-
-def scaled(lines: Iterable[TimeLine], ns: float) -> tuple[TimeLine, ...]:
-    """Return lines that sum to so much time, at most to their own."""
-    found = tuple(lines)
-    factor = min(max(ns, 0.0) / total(found), 1.0) if found else 0.0
-    return tuple(replace(line, ns=factor * line.ns) for line in found) if factor else ()
 
 
 def computed(trace: TraceReport, ledger: TimeLedger, kernels: Iterable[Kernel]) -> TimeLine:
@@ -219,11 +189,6 @@ def graph_made(trace: TraceReport) -> str:
     return next(filter(None, (_graph_made_by(call.name) for call in trace.runtime_calls)), "")
 
 
-def after_start(trace: TraceReport, cause: IdleCause) -> tuple[Remedy, ...]:
-    """Return how to record a program after a cold start."""
-    return (RECORD_REPLAY,) if _GRAPH.search(cause.example) else remedies(trace, *LATER)
-
-
 def computing(trace: TraceReport) -> list[Kernel]:
     """Return the kernels that compute: no copies, no collectives."""
     return [kernel for kernel in trace.kernels if kernel.kind == "compute"]
@@ -242,19 +207,12 @@ def span(trace: TraceReport) -> str:
 def is_brief(trace: TraceReport) -> bool:
     """Return whether too little was recorded to say how busy a device is."""
     window = trace.gpu_window
-    return trace.steady is None and window is not None and window.window_ns < POLICY.brief_ns
+    return not trace.is_steady and window is not None and window.window_ns < POLICY.brief_ns
 
 
 def times(count: int) -> str:
     """Return a count as an adverb: ``"once"``, ``"12 times"``."""
     return "once" if count == 1 else f"{count:,} times"
-
-
-def listed(counted: Iterable[tuple[str, int]]) -> str:
-    """Return names with their counts: ``"aten::add (800), aten::mul (20)"``."""
-    found = list(counted)
-    names = kernel_names(name for name, _ in found)
-    return ", ".join(f"{_cut(name)} ({count:,})" for name, (_, count) in zip(names, found, strict=True))
 
 
 def shorter_name(name: str) -> str:
@@ -270,5 +228,5 @@ def workers_in(ledger: TimeLedger | None, *, in_one: bool) -> Remedy:
     """Return the remedy for the workers that the iterators of a trace show; ``in_one`` batch most of the loading is."""
     names = " ".join(line.name for line in ledger.of("idle_data", "data_wait")) if ledger else ""
     if "_MultiProcessing" not in names:
-        return WORKERS.filled(workers=POLICY.workers)
-    return SLOW_BATCH if in_one else MORE_OF_TRACE
+        return do.WORKERS.filled(workers=POLICY.workers)
+    return do.PERSISTENT_WORKERS if in_one else do.MORE_WORKERS_PER_RANK

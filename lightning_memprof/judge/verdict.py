@@ -10,13 +10,12 @@ from msgspec.structs import replace
 
 from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.bound import nothing_found, nothing_on_host
-from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.device_bound import busy, device_bound
-from lightning_memprof.judge.facts import NO_RUN, Facts, Judge
+from lightning_memprof.judge.facts import Facts, Judge, facts_of_files
 from lightning_memprof.judge.finding import NOTHING_FOUND, Finding, Severity, ordered, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import RECORD_RUN, REPORT_ERROR
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.rules import (
     allocator,
@@ -25,7 +24,6 @@ from lightning_memprof.judge.rules import (
     communication,
     compute,
     data,
-    ddp,
     growth,
     hangs,
     holders,
@@ -53,17 +51,14 @@ RULES: Final[tuple[Judge, ...]] = (
 )
 # About step time.
 STEP_RULES: Final[tuple[Judge, ...]] = (communication.straggler,)
-# The same as rows, by the page that describes them; those about memory are valid after any number of steps.
-BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {
-    "memory": (snapshot.OUT_OF_MEMORY, *memory.ROWS, *growth.ROWS),
-    "ranks": communication.BYTE_ROWS,
-    "snapshot": (*snapshot.ROWS, *holders.ROWS),
-}
+# The same as rows, by the page that describes them.
 ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {
+    "memory": (snapshot.OUT_OF_MEMORY, *memory.ROWS, *growth.ROWS),
+    "snapshot": (*snapshot.ROWS, *holders.ROWS),
     "data": data.ROWS,
     "host": (*host.ROWS, *lines.ROWS, *threads.ROWS, *slowing.ROWS),
     "compute": (*compute.ROWS, *batches.ROWS, *passes.ROWS),
-    "ranks": ddp.ROWS,
+    "ranks": communication.ROWS,
     "profiler": profiler.ROWS,
     "device": (*idle.ROWS, *waits.ROWS, *allocator.ROWS, *collectives.ROWS, *kernels.ROWS),
 }
@@ -83,7 +78,7 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
     """Return the findings of traces and snapshots, the most severe first; empty if no rule fires."""
-    return _findings(Facts(run=NO_RUN, statistics={}, traces=tuple(traces), snapshots=tuple(snapshots)))
+    return _findings(facts_of_files(traces, snapshots))
 
 
 def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport]) -> Finding:
@@ -103,26 +98,18 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
         why="The snapshot has no device: its process allocated no device memory."
         if snapshots
         else "No trace and no snapshot is readable.",
-        remedies=(RECORD_RUN,),
+        remedies=(do.RECORD_RUN,),
     )
 
 
 def _findings(facts: Facts) -> tuple[Finding, ...]:
     judged = _with_enough_steps(facts)
     found = [finding for rule in RULES for finding in _guarded(rule, facts)]
-    reported = {finding.rule for finding in found}
-    found += [
-        finding
-        for row in itertools.chain.from_iterable(BYTE_ROWS.values())
-        if row.id not in reported
-        for finding in _guarded(row.findings, facts, name=row.id)
-    ]
     found += [finding for rule in STEP_RULES for finding in _guarded(rule, judged)]
-    found += [
-        finding
-        for row in itertools.chain.from_iterable(ROWS.values())
-        for finding in _guarded(row.findings, judged, name=row.id)
-    ]
+    reported = {finding.rule for finding in found}
+    rows = (row for row in itertools.chain.from_iterable(ROWS.values()) if row.id not in reported)
+    for row in rows:
+        found += _guarded(row.findings, judged if row.is_of_time else facts, name=row.id)
     return _by_severity(found)
 
 
@@ -150,7 +137,7 @@ def _guarded(
                     "The rule {rule} failed ({error}).", rule=name or rule.__name__, error=type(error).__name__
                 ),
                 why=f"{type(error).__name__}: {error}. All other findings and figures are complete.",
-                remedies=(REPORT_ERROR,),
+                remedies=(do.REPORT_ERROR,),
                 numbers={"failed": name or rule.__name__},
             )
         ]

@@ -6,6 +6,7 @@ are :class:`Phrase`, text around values. Only ``report.sections`` builds documen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -15,8 +16,6 @@ from msgspec.structs import replace
 Badge = Literal["none", "info", "warning", "critical"]
 Style = Literal["", "dim", "good", "warn", "bad"]
 Value = str | int | float | None
-# Units with a format of their own; any other unit follows the number, with a decimal prefix: "FLOP/s".
-NUMBERS: frozenset[str] = frozenset({"bytes", "bytes/s", "ns", "share", "count", "index"})
 WORDS: frozenset[str] = frozenset({"text", "code", "path", "command"})
 
 
@@ -25,8 +24,8 @@ class Cell(msgspec.Struct, frozen=True):
 
     Args:
         value: bytes, nanoseconds, a share of 1, a count, a step's or rank's number (``index``), or words.
-        unit: one of ``NUMBERS`` or ``WORDS``, a unit that takes decimal prefixes, or one of these and `` change``,
-            for a difference.
+        unit: one of ``WORDS`` or of ``printers.values.NUMBERS``, a unit that takes decimal prefixes, or one of these
+            and `` change``, for a difference.
         whole: the value that fills the bar behind this one; None draws no bar.
         style: how it looks.
         id: makes the cell a place to link to.
@@ -50,51 +49,6 @@ class Cell(msgspec.Struct, frozen=True):
         return max(0.0, self.value / self.whole)
 
 
-def text(value: str | None, style: Style = "") -> Cell:
-    """Return words."""
-    return Cell(value, "text", style=style)
-
-
-def code(value: str | None) -> Cell:
-    """Return a name from the program: an operator, a module, a line of code."""
-    return Cell(value, "code")
-
-
-def size(value: float | None, whole: float | None = None) -> Cell:
-    """Return bytes."""
-    return Cell(value, "bytes", whole=whole)
-
-
-def change(value: float | None) -> Cell:
-    """Return a difference in bytes, written with its sign."""
-    return Cell(value, "bytes change")
-
-
-def duration(value: float | None, whole: float | None = None) -> Cell:
-    """Return nanoseconds."""
-    return Cell(value, "ns", whole=whole)
-
-
-def share(value: float | None, whole: float | None = None) -> Cell:
-    """Return a share of 1, written in percent."""
-    return Cell(value, "share", whole=whole)
-
-
-def count(value: float | None) -> Cell:
-    """Return how many there are; means have one decimal."""
-    return Cell(value, "count")
-
-
-def index(value: int | None) -> Cell:
-    """Return the number of a rank, a step or a window."""
-    return Cell(value, "index")
-
-
-def rate(value: float | None, unit: str) -> Cell:
-    """Return an amount of a unit that takes decimal prefixes."""
-    return Cell(value, unit)
-
-
 class Phrase(msgspec.Struct, frozen=True):
     """A sentence with values in it."""
 
@@ -104,17 +58,18 @@ class Phrase(msgspec.Struct, frozen=True):
 Words = str | Phrase
 
 
-def phrase(template: str, *values: Words | Cell | float) -> Phrase:
-    """Return a sentence; each ``{}`` of the template is one of the values, a bare number is a count.
+def phrase(template: str, *values: Words | Cell | float | None) -> Phrase:
+    """Return a sentence; each ``{}`` of the template is one of the values.
 
-    The template must be a literal: a path or a name of the program may contain braces, so it is passed as a value.
+    ``{ns}`` is a number and its unit; a number without a unit is a count. The template must be a literal: a path or a
+    name of the program may contain braces, so it is passed as a value.
     """
-    pieces = template.split("{}")
-    if len(pieces) != len(values) + 1:
-        raise ValueError(f"{template!r} takes {len(pieces) - 1} values, not {len(values)}")
-    parts: list[str | Cell] = [pieces[0]]
-    for value, piece in zip(values, pieces[1:], strict=True):
-        parts += [*_parts(value), piece]
+    first, *pieces = re.split(r"\{([^{}]*)\}", template)
+    if len(pieces) != 2 * len(values):
+        raise ValueError(f"{template!r} takes {len(pieces) // 2} values, not {len(values)}")
+    parts: list[str | Cell] = [first]
+    for value, unit, piece in zip(values, pieces[::2], pieces[1::2], strict=True):
+        parts += [*_parts(value, unit or "count"), piece]
     return Phrase(tuple(part for part in parts if part != ""))
 
 
@@ -124,10 +79,10 @@ def joined(separator: str, sentences: Sequence[Words]) -> Phrase:
     return Phrase(tuple(parts[1:]))
 
 
-def _parts(value: Words | Cell | float) -> tuple[str | Cell, ...]:
+def _parts(value: Words | Cell | float | None, unit: str = "") -> tuple[str | Cell, ...]:
     if isinstance(value, Phrase):
         return value.parts
-    return (value if isinstance(value, str | Cell) else count(value),)
+    return (value if isinstance(value, str | Cell) else Cell(value, unit),)
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -168,7 +123,6 @@ class Table(msgspec.Struct, frozen=True):
         notes: what a reader of the figures has to know.
         is_sortable: whether the rows have no order of their own.
         top: how many rows a text page shows; None is all of them.
-        is_detail: whether text pages leave the table out: a shorter one has its sums.
         left_out: how many further rows there are, which it does not have.
     """
 
@@ -181,7 +135,6 @@ class Table(msgspec.Struct, frozen=True):
     notes: Sequence[Words] = ()
     is_sortable: bool = True
     top: int | None = 10
-    is_detail: bool = False
     left_out: int = 0
 
     @property
@@ -227,7 +180,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A part of a whole; ``key`` names its colour."""
+    """A part of a whole; ``key`` names its colour, grey where a format has none for it."""
 
     name: str
     key: str
@@ -272,6 +225,7 @@ class Card(msgspec.Struct, frozen=True):
     title: str
     why: str
     next_steps: Sequence[str]
+    saves: str = ""
     evidence: Sequence[Link] = ()
     help: RuleHelp | None = None
     file: str = ""
@@ -362,6 +316,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
         verdict: what is wrong.
         why: the evidence.
         next: what to do.
+        saves: what that would save, empty where nobody can tell.
         sections: its sections.
         location: where the files are.
         commands: what to run next, the two most useful ones first.
@@ -380,6 +335,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Words = ""
     why: Words = ""
     next: str = ""
+    saves: str = ""
     sections: Sequence[Section] = ()
     location: str = ""
     commands: Sequence[Command] = ()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ from lightning_memprof.report.document import Command
 from lightning_memprof.units import quoted
 
 MAX_NAMED: Final = 2
+T = TypeVar("T")
 
 
 class FileReports(msgspec.Struct, frozen=True):
@@ -76,28 +78,30 @@ def read_files(
         progress: is called with the file, the bytes read and the bytes of the file.
         rank: whose traces they are where they do not say so themselves, as the manifest of a run knows.
     """
-    read: list[TraceReport] = []
-    taken: list[SnapshotReport] = []
     problems: list[Problem] = []
-    for path in traces:
+
+    def analysed(paths: Iterable[Path], analyse: Callable[[Path], T]) -> Iterator[T]:
+        for path in paths:
+            try:
+                yield analyse(path)
+            except ArtifactError as error:
+                # Its line begins with the path.
+                problems.append(Problem(os.fspath(path), str(error).removeprefix(f"{path}: ")))
+
+    def trace(path: Path) -> TraceReport:
         # numpy, which a page without traces spares
         from lightning_memprof.account.trace.report import of_rank, trace_report
 
-        try:
-            report = trace_report(path, None if progress is None else _of_file(path, progress))
-            read.append(report if rank is None else of_rank(report, rank))
-        except ArtifactError as error:
-            problems.append(Problem(os.fspath(path), _without(error, path)))
-    for path in snapshots:
-        try:
-            taken.append(snapshot_report(path))
-        except ArtifactError as error:
-            problems.append(Problem(os.fspath(path), _without(error, path)))
+        report = trace_report(path, progress and partial(progress, path))
+        return report if rank is None else of_rank(report, rank)
+
+    read = [*analysed(traces, trace)]
+    taken = tuple(analysed(snapshots, snapshot_report))
     if len(read) > 1:
         from lightning_memprof.account.ledger.ranks import across_ranks
 
         read = [*across_ranks(read)]
-    return FileReports(tuple(read), tuple(taken), tuple(problems))
+    return FileReports(tuple(read), taken, tuple(problems))
 
 
 def files_view(
@@ -133,15 +137,6 @@ def files_view(
     )
 
 
-def _of_file(path: Path, progress: Callable[[Path, int, int], None]) -> Callable[[int, int], None]:
-    return lambda done, whole: progress(path, done, whole)
-
-
-def _without(error: ArtifactError, path: Path) -> str:
-    """Return an error's line without the path that it begins with."""
-    return str(error).removeprefix(f"{path}: ")
-
-
 def _nothing(reports: FileReports, rank: int | None) -> str:
     if reports.traces:
         ranks = ", ".join(sorted({str(trace.rank) for trace in reports.traces}))
@@ -156,8 +151,7 @@ def _commands(targets: Targets, traces: tuple[TraceReport, ...]) -> tuple[Comman
     names = " ".join(quoted(shown_path(path)) for path in named[:MAX_NAMED])
     if len(named) > MAX_NAMED:
         names += " ..."
-    commands = [Command("lightning-memprof show", f"{names} --format json")]
-    commands.append(Command("lightning-memprof report", names))
+    commands = [Command("lightning-memprof show", f"{names} --all"), Command("lightning-memprof report", names)]
     if traces:
         commands.append(Command("lightning-memprof view", names))
-    return tuple(commands)
+    return (*commands, Command("lightning-memprof show", f"{names} --format json"))

@@ -11,18 +11,8 @@ from lightning_memprof.read.run.model import Run
 
 START, END = "start", "end"
 
-
-class NamedMoment(msgspec.Struct, frozen=True):
-    """One row: memory in bytes at a named point; ``point`` is ``snapshot``, or ``start`` or ``end`` of a region."""
-
-    rank: int
-    name: str
-    point: str
-    step: int | None
-    global_step: int | None
-    time_ns: int | None
-    rss_bytes: int | None
-    peak_rss_bytes: int | None
+Moment = tuple[int, RegionRow]
+"""A rank and one of its rows."""
 
 
 class NamedSummary(msgspec.Struct, frozen=True):
@@ -40,49 +30,35 @@ class NamedSummary(msgspec.Struct, frozen=True):
     unfinished: int
 
 
-def named_moments(run: Run) -> tuple[NamedMoment, ...]:
+def named_moments(run: Run) -> tuple[Moment, ...]:
     """Return the named moments of every rank in order of rank and time."""
-    return tuple(
-        NamedMoment(
-            rank=rank.rank,
-            name=row.name,
-            point=row.point or "snapshot",
-            step=row.step,
-            global_step=row.global_step,
-            time_ns=row.time_ns,
-            rss_bytes=row.rss_bytes,
-            peak_rss_bytes=row.peak_rss_bytes,
-        )
-        for rank in run.ranks
-        for row in rank.read(RegionRow).rows
-        if row.name is not None
-    )
+    return tuple((rank.rank, row) for rank in run.ranks for row in rank.read(RegionRow).rows if row.name is not None)
 
 
-def summarize(moments: Sequence[NamedMoment]) -> list[NamedSummary]:
+def summarize(moments: Sequence[Moment]) -> list[NamedSummary]:
     """Return one summary for each rank and name, snapshots and regions separately, in order of first appearance."""
-    groups: dict[tuple[int, str, bool], list[NamedMoment]] = {}
-    for moment in moments:
-        groups.setdefault((moment.rank, moment.name, moment.point in {START, END}), []).append(moment)
-    return [_summary(group) for group in groups.values()]
+    groups: dict[tuple[int, str, bool], list[RegionRow]] = {}
+    for rank, row in moments:
+        groups.setdefault((rank, row.name or "", row.point in {START, END}), []).append(row)
+    return [_summary(rank, name, rows) for (rank, name, _), rows in groups.items()]
 
 
-def _summary(moments: Sequence[NamedMoment]) -> NamedSummary:
+def _summary(rank: int, name: str, rows: Sequence[RegionRow]) -> NamedSummary:
     # A region inside of one with its own name ends first.
-    open_regions: list[NamedMoment] = []
+    open_regions: list[RegionRow] = []
     changes: list[int] = []
-    for moment in moments:
-        if moment.point == START:
-            open_regions.append(moment)
-        elif moment.point == END and open_regions:
+    for row in rows:
+        if row.point == START:
+            open_regions.append(row)
+        elif row.point == END and open_regions:
             before = open_regions.pop().rss_bytes
-            if before is not None and moment.rss_bytes is not None:
-                changes.append(moment.rss_bytes - before)
-    sizes = [moment.rss_bytes for moment in moments if moment.point not in {START, END}]
+            if before is not None and row.rss_bytes is not None:
+                changes.append(row.rss_bytes - before)
+    sizes = [row.rss_bytes for row in rows if row.point not in {START, END}]
     return NamedSummary(
-        rank=moments[0].rank,
-        name=moments[0].name,
-        count=sum(moment.point != END for moment in moments),
+        rank=rank,
+        name=name,
+        count=sum(row.point != END for row in rows),
         rss_bytes=tuple(size for size in sizes if size is not None),
         changes_bytes=tuple(changes),
         unfinished=len(open_regions),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +19,9 @@ from lightning_memprof.read.run.confined import load_confined
 from lightning_memprof.read.run.fetch import LocalRun, local_run
 from lightning_memprof.read.run.model import ArtifactFile, Run
 from lightning_memprof.read.run.problems import Note
-from lightning_memprof.read.run.targets import find_targets
+from lightning_memprof.read.run.targets import Targets, find_targets
 from lightning_memprof.report.files_view import FileReports, FilesView, files_view, read_files
+from lightning_memprof.report.live import live_run
 from lightning_memprof.report.view import View, run_view
 from lightning_memprof.units import format_list, quoted
 
@@ -62,19 +64,26 @@ def opened(
         ConfigError: the protocol of a URL is not known here.
     """
     options = options or OpenOptions()
+    with located(names) as found:
+        if isinstance(found, LocalRun):
+            yield _run(found, options, progress)
+        elif options.window is not None:
+            raise ArtifactError(f"--window {options.window}: a file has no windows; name a run, or leave --window out")
+        else:
+            yield files_view(found, rank=options.rank, progress=progress)
+
+
+@contextmanager
+def located(names: Sequence[str]) -> Iterator[LocalRun | Targets]:
+    """Yield the run or the files that names mean, as :func:`opened` does, without reading them."""
     if len(names) == 1 and is_url(names[0]):
         with local_run(names[0]) as found:
-            yield _run(found, options, progress)
+            yield found
         return
     if remote := next((name for name in names if is_url(name)), None):
         raise ArtifactError(f"{remote}: is one of several; a run at a URL is named alone, files are copied here first")
     targets = find_targets([Path(name) for name in names])
-    if targets.run is not None:
-        yield _run(LocalRun(targets.run), options, progress)
-    elif options.window is not None:
-        raise ArtifactError(f"--window {options.window}: a file has no windows; name a run, or leave --window out")
-    else:
-        yield files_view(targets, rank=options.rank, progress=progress)
+    yield targets if targets.run is None else LocalRun(targets.run)
 
 
 def _run(found: LocalRun, options: OpenOptions, progress: Callable[[Path, int, int], None] | None) -> View:
@@ -82,7 +91,9 @@ def _run(found: LocalRun, options: OpenOptions, progress: Callable[[Path, int, i
     run = replace(loaded, url=found.url)
     run = ensure_operator_tables(_of_window(_led_by(run, options.rank), options.window))
     run, reports = _with_files(run, options.max_file_bytes, progress)
-    return run_view(run, run_allocations(run), traces=reports.traces, snapshots=reports.snapshots)
+    view = run_view(run, run_allocations(run), traces=reports.traces, snapshots=reports.snapshots)
+    # A follower reads files that are not confined.
+    return view if found.url or options.below else replace(view, live=live_run(run))
 
 
 def _led_by(run: Run, rank: int | None) -> Run:
@@ -117,13 +128,9 @@ def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], N
     """Analyse the traces and snapshots of the rank that leads, the smallest first as long as they are not too large."""
     lead = run.lead.rank
     files = run.files("trace", "snapshot", rank=lead)
-    chosen: list[ArtifactFile] = []
-    taken = 0
-    for artifact in sorted(files, key=lambda file: file.size_bytes or 0):
-        taken += artifact.size_bytes or 0
-        if taken > max_bytes:
-            break
-        chosen.append(artifact)
+    ordered = sorted(files, key=lambda file: file.size_bytes or 0)
+    sums = accumulate(file.size_bytes or 0 for file in ordered)
+    chosen = [file for file, taken in zip(ordered, sums, strict=True) if taken <= max_bytes]
     kept = [file for file in files if file in chosen]
     reports = read_files(
         [file.file for file in kept if file.type == "trace"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
@@ -13,9 +12,8 @@ from lightning_memprof.errors import MemprofError, ReportError
 from lightning_memprof.units import MIB, format_list
 
 if TYPE_CHECKING:
-    from lightning_memprof.account.memory.model import WindowAllocations
     from lightning_memprof.account.trace.model import TraceReport
-    from lightning_memprof.read.run.model import ArtifactFile, Run
+    from lightning_memprof.read.run.model import Run
     from lightning_memprof.report.view import View
 
 # Training waits for the page: about three seconds of reading at most, whatever the number of ranks.
@@ -46,14 +44,16 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
     try:
         from lightning_memprof.judge import Severity
         from lightning_memprof.read.run.load import load_run
-        from lightning_memprof.report.printers.terminal import print_document
+        from lightning_memprof.report.printers.terminal import print_document, print_lines
+        from lightning_memprof.report.printers.values import clean
         from lightning_memprof.report.sections import run_document
-        from lightning_memprof.report.view import run_view
 
         run = without_unfinished(replace(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES), url=url))
-        view = run_view(run, _allocations(run), max_memory_bytes=MAX_MEMORY_BYTES, traces=_traces(run))
+        view = brief_view(run)
         if is_line or (view.verdict.severity is Severity.NONE and not any(rank.steps for rank in view.ranks)):
-            _print_line(view, file or sys.stdout)
+            place = view.commands[0].arguments
+            line = f"memprof: {clean(view.verdict.title)} (lightning-memprof show {place})"
+            print_lines([((line, ""),)], file)
         else:
             print_document(run_document(view), file)
     except Exception as error:
@@ -61,37 +61,23 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
         raise ReportError(msg) from error
 
 
-def _print_line(view: View, file: TextIO) -> None:
-    from lightning_memprof.report.printers.text import encoded
-    from lightning_memprof.report.printers.values import clean, words_text
+def brief_view(run: Run) -> View:
+    """Return the view of a run for which little is read, in about three seconds at most.
 
-    place = view.commands[0].arguments
-    line = f"memprof: {clean(words_text(view.verdict.title))} (lightning-memprof show {place})\n"
-    file.write(encoded(line, getattr(file, "encoding", None) or "utf-8"))
-    file.flush()
-
-
-def _traces(run: Run) -> tuple[TraceReport, ...]:
-    """Return the report of the lead rank's first trace, none where it is large or cannot be read."""
-    from lightning_memprof.account.trace.report import of_rank, trace_report
-
-    with suppress(MemprofError):
-        return tuple(
-            of_rank(trace_report(trace.file), trace.rank) for trace in _first_small_trace(run, MAX_TRACE_BYTES)
-        )
-    return ()
-
-
-def _allocations(run: Run) -> tuple[WindowAllocations, ...]:
-    """Return the allocations in the lead rank's first trace, where it is small: they name what stays live."""
+    Of the lead rank's traces the first one that is small is read: it names modules, and the allocations that stay live.
+    """
     from lightning_memprof.account.memory.allocations import run_allocations
+    from lightning_memprof.account.trace.report import of_rank, trace_report
+    from lightning_memprof.report.view import run_view
 
-    return run_allocations(replace(run, artifacts=tuple(_first_small_trace(run, MAX_ALLOCATIONS_BYTES))))
-
-
-def _first_small_trace(run: Run, max_bytes: int) -> list[ArtifactFile]:
-    traces = run.files("trace", rank=run.lead.rank)
-    return [trace for trace in traces if (trace.size_bytes or 0) <= max_bytes][:1]
+    found = [(trace, trace.size_bytes or 0) for trace in run.files("trace", rank=run.lead.rank)]
+    reports: list[TraceReport] = []
+    with suppress(MemprofError):
+        first = [trace for trace, size in found if size <= MAX_TRACE_BYTES][:1]
+        reports = [of_rank(trace_report(trace.file), trace.rank) for trace in first]
+    first = [trace for trace, size in found if size <= MAX_ALLOCATIONS_BYTES][:1]
+    allocations = run_allocations(replace(run, artifacts=tuple(first)))
+    return run_view(run, allocations, max_memory_bytes=MAX_MEMORY_BYTES, traces=tuple(reports))
 
 
 def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:

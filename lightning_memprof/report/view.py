@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from lightning_memprof.account.ledger.growth import left_by_windows
 from lightning_memprof.account.ledger.memory import ByteLedger
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.memory.model import WindowAllocations
@@ -38,17 +37,12 @@ from lightning_memprof.artifacts.series import HangRow
 from lightning_memprof.compare.trial import Trial, tried_words
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Facts, Finding, examine
-from lightning_memprof.read.run.locate import (
-    find_run,
-    is_run_directory,
-    log_directory,
-    shown_place,
-    trace_directory,
-)
+from lightning_memprof.read.run.locate import find_run, is_run_directory, log_directory, shown_place, trace_directory
 from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.read.run.problems import Note, Problem
 from lightning_memprof.report.document import Command
-from lightning_memprof.report.named import NamedMoment, named_moments
+from lightning_memprof.report.live import Live
+from lightning_memprof.report.named import Moment, named_moments
 from lightning_memprof.units import quoted
 
 ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
@@ -70,8 +64,7 @@ class Overhead(msgspec.Struct, frozen=True):
     """The profiler overhead of a rank in nanoseconds of wall time; None where it was not counted.
 
     ``pulse_cpu_ns`` is the CPU time of the training thread in the pulse, which other programs barely affect.
-    ``run_ns`` is the time of all steps, which does not include opening and closing windows; ``windows_rss_bytes`` the
-    resident memory that remains after the windows, None where too few steps surround them.
+    ``run_ns`` is the time of all steps, which does not include opening and closing windows.
     """
 
     rank: int
@@ -81,7 +74,6 @@ class Overhead(msgspec.Struct, frozen=True):
     collectors_ns: Mapping[str, int]
     steps: int
     run_ns: int | None
-    windows_rss_bytes: int | None
 
     @property
     def net_pulse_ns(self) -> int | None:
@@ -116,13 +108,11 @@ class View(msgspec.Struct, frozen=True):
     """The results of the analysis of a run; ``run`` is their source.
 
     ``device_note`` is the reason for missing figures of a device, None where there are figures. ``commands`` are the
-    next commands. ``facts`` and ``training`` are the lead rank's rows of the manifest.
+    next commands.
     """
 
     status: ShownStatus
     exception: str | None
-    facts: Mapping[str, Any]
-    training: Mapping[str, Any] | None
     findings: tuple[Finding, ...]
     lead: RankView
     ranks: tuple[RankView, ...]
@@ -130,7 +120,7 @@ class View(msgspec.Struct, frozen=True):
     notes: tuple[Note, ...]
     problems: tuple[Problem, ...]
     others: tuple[Path, ...]
-    named: tuple[NamedMoment, ...]
+    named: tuple[Moment, ...]
     memory: MemoryReport
     ooms: tuple[Autopsy, ...]
     commands: tuple[Command, ...]
@@ -145,11 +135,17 @@ class View(msgspec.Struct, frozen=True):
     traces: tuple[TraceReport, ...] = ()
     snapshots: tuple[SnapshotReport, ...] = ()
     trial: Trial | None = None
+    live: Live | None = None
 
     @property
     def verdict(self) -> Finding:
         """The first finding."""
         return self.findings[0]
+
+    @property
+    def rank_suffix(self) -> str:
+        """``, rank 0`` for the title of the lead rank's figures; empty where there is one rank."""
+        return f", rank {self.lead.rank}" if len(self.ranks) > 1 else ""
 
 
 def run_view(
@@ -173,12 +169,10 @@ def run_view(
     facts = Facts.of(run, traces, snapshots, memory)
     tried, unread = _tried(run)
     findings = _with_results(_named_as_listed(run, examine(facts)), tried)
-    ranks = _rank_views(facts)
+    ranks = [_rank_view(rank, facts.statistics.get(rank.rank)) for rank in run.ranks]
     view = View(
         status="did not start" if all(map(_did_not_start, run.ranks)) else run.status,
         exception=first_exception(run.ranks),
-        facts=run.lead.facts.fields,
-        training=run.lead.training.fields if run.lead.training else None,
         findings=findings,
         lead=next(rank for rank in ranks if rank.rank == run.lead.rank),
         ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
@@ -204,15 +198,6 @@ def run_view(
     )
     # Now all series have been read that any part needs.
     return replace(view, problems=(*view.problems, *run.series_problems))
-
-
-def _rank_views(facts: Facts) -> list[RankView]:
-    """Return the ranks in the run's order."""
-    ranks = []
-    for rank in facts.run.ranks:
-        windows = (_window_view(window, window_steps(rank, window)) for window in rank.windows if rank.in_full)
-        ranks.append(_rank_view(rank, facts.statistics.get(rank.rank), tuple(windows)))
-    return ranks
 
 
 def _named_as_listed(run: Run, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
@@ -245,37 +230,28 @@ def _with_results(findings: tuple[Finding, ...], trial: Trial | None) -> tuple[F
     return tuple(replace(finding, why=" ".join([finding.why, *results.get(finding.rule, ())])) for finding in findings)
 
 
-def _window_view(window: RecordedWindow, steps: list[StepReport]) -> WindowView:
-    return WindowView(
-        rank=window.rank,
-        index=window.index,
-        planned_steps=window.planned_steps,
-        closed=window.closed,
-        truncated=window.truncated,
-        reason=window.reason,
-        steps=tuple(steps),
-    )
+def _window_view(rank: Rank, window: RecordedWindow) -> WindowView:
+    copied = {name: getattr(window, name) for name in WindowView.__struct_fields__ if name != "steps"}
+    return WindowView(**copied, steps=tuple(window_steps(rank, window)))
 
 
-def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[WindowView, ...]) -> RankView:
+def _rank_view(rank: Rank, statistics: PulseStatistics | None) -> RankView:
+    windows = tuple(_window_view(rank, window) for window in rank.windows if rank.in_full)
     steps = [step for window in windows for step in window.steps]
     rss = [row["rss_bytes"] for row in rank.pulse]
     device_peaks = [row["device_peak_bytes"] for row in rank.pulse]
     devices = [step.device for step in steps if step.device is not None]
     host = HostMemory(
-        rss_bytes=next(
-            (rss_bytes for rss_bytes in reversed(rss) if rss_bytes is not None),
-            _last(step.host.rss_bytes for step in steps),
-        ),
+        rss_bytes=_last([*(step.host.rss_bytes for step in steps), *rss]),
         max_rss_bytes=_most(*rss, *(step.host.max_rss_bytes for step in steps)),
         peak_rss_bytes=peak_rss_bytes(rank),
-        uss_bytes=_last(step.host.uss_bytes for step in steps),
-        vms_bytes=_last(step.host.vms_bytes for step in steps),
+        uss_bytes=_last([step.host.uss_bytes for step in steps]),
+        vms_bytes=_last([step.host.vms_bytes for step in steps]),
     )
     device = DeviceMemory(
         device=rank.facts.device,
-        allocated_bytes=_last(device.allocated_bytes for device in devices),
-        reserved_bytes=_last(device.reserved_bytes for device in devices),
+        allocated_bytes=_last([device.allocated_bytes for device in devices]),
+        reserved_bytes=_last([device.reserved_bytes for device in devices]),
         max_allocated_bytes=_most(*(device.max_allocated_bytes for device in devices)),
         peak_allocated_bytes=_most(*device_peaks, *(device.peak_allocated_bytes for device in devices)),
     )
@@ -298,16 +274,8 @@ def _overhead(rank: Rank) -> Overhead | None:
     if rank.overhead is None:
         return None
     durations = [duration for row in rank.pulse if (duration := row["duration_ns"]) is not None]
-    return Overhead(
-        rank=rank.rank,
-        pulse_ns=rank.overhead.pulse_ns,
-        pulse_cpu_ns=rank.overhead.pulse_cpu_ns,
-        windows_ns=rank.overhead.windows_ns,
-        collectors_ns=rank.overhead.collectors_ns,
-        steps=rank.steps,
-        run_ns=sum(durations) if durations else None,
-        windows_rss_bytes=left_by_windows(rank.pulse, "rss_bytes"),
-    )
+    run_ns = sum(durations) if durations else None
+    return Overhead(rank=rank.rank, **asdict(rank.overhead), steps=rank.steps, run_ns=run_ns)
 
 
 def _did_not_start(rank: Rank) -> bool:
@@ -364,6 +332,5 @@ def _most(*values: int | None) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _last(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return known[-1] if known else None
+def _last(values: Sequence[int | None]) -> int | None:
+    return next((value for value in reversed(values) if value is not None), None)

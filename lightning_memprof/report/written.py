@@ -66,25 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with suppress(OSError):
             os.nice(NICENESS)
+        log.unlink(missing_ok=True)
         from lightning_memprof.report.opened import opened
 
         with opened([str(directory)]) as view:
             write_page(view, own_page(directory))
-        log.unlink(missing_ok=True)
     except Exception as error:  # noqa: BLE001 this process has no terminal: the log has the error
-        _write_log(log, f"{type(error).__name__}: {error}\n")
+        if directory.is_dir():
+            with suppress(ReportError), whole_file(log) as out:
+                out.write(f"{type(error).__name__}: {error}\n")
         return 1
     return 0
-
-
-def _write_log(log: Path, text: str) -> None:
-    """Write the reason for a missing page; remove the file where that fails: a full disk would leave it empty."""
-    try:
-        log.unlink(missing_ok=True)
-        log.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError:
-        with suppress(OSError):
-            log.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

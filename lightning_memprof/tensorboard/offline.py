@@ -10,17 +10,12 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import ipaddress
 import re
-import socket
-import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
@@ -34,8 +29,8 @@ _INDEX, _TRACE, _VIEWER = "/index.html", "/trace_embedding.html", "/trace_viewer
 _TYPES: Final = {".js": "text/javascript", ".css": "text/css"}
 _HELP = """\
 Serve the PyTorch profiler tab with lightning-memprof's own charts instead of scripts from www.gstatic.com and
-cdnjs.cloudflare.com. auto: if those hosts are unreachable. always: no page contacts another host. never: the tab as
-torch-tb-profiler ships it. (default: auto)"""
+cdnjs.cloudflare.com. auto: if the browser cannot reach those hosts. always: no page contacts another host. never: the
+tab as torch-tb-profiler ships it. (default: auto)"""
 CHARTS_SCRIPT = "https://www.gstatic.com/charts/loader.js"
 ELEMENTS_SCRIPT = "https://cdnjs.cloudflare.com/ajax/libs/webcomponentsjs/0.7.24/webcomponents.min.js"
 # Path of this package's files, relative to the page's address.
@@ -46,10 +41,6 @@ _VIEWER_IMPORT = '<link rel="import" href="trace_viewer_full.html" onerror="onTr
 _FRAME = 'src:"./trace_embedding.html"'
 _EXTERNAL = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)\s*=\s*[\"']?(?:https?:)?//", re.IGNORECASE)
 _INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
-# Longest wait of a page; a later answer, as of a slow name server, serves the next page.
-_TIMEOUT_S = 2.0
-# Answers expire: laptops move between networks.
-_VALID_S = 60.0
 
 
 class OfflineProfilerPage(base_plugin.TBLoader):  # type: ignore[misc]
@@ -131,42 +122,33 @@ def _page(original: App, local: Callable[[dict[str, Any]], str | None], script: 
         script: URL that the original loads from another host.
         always: serve only the local page.
     """
-    host = urlsplit(script).hostname or ""
-    reachable = Reachable(host)
 
     def answer(environ: dict[str, Any], start_response: App) -> Any:
         request = Request(environ)
         choice = "local" if always else request.args.get("scripts")
-        if choice not in {"cdn", "local"} and _browser_is_local(request) and not reachable():
-            choice = "local"
         page = local(environ) if choice == "local" else None
         response: App
         if page is not None:
             hashes = script_hashes(page)
             response = http_util.Respond(request, page, "text/html", csp_scripts_sha256s=hashes)
-        elif choice is None or choice not in {"cdn", "local"}:
-            response = _decision(script, host)
-        else:
+        elif choice in {"cdn", "local"}:
             response = original
+        else:
+            response = _decision(script)
         return response(environ, start_response)
 
     return answer
 
 
-def _decision(script: str, host: str) -> Response:
-    policy = f"default-src 'none'; script-src 'self'; connect-src https://{host}"
+def _decision(script: str) -> Response:
+    """Return a page that tries to load a script, then reloads itself with ``scripts=cdn`` or ``scripts=local``."""
+    page = (
+        f'<!doctype html><html lang="en" data-script="{script}"><head><meta charset="utf-8"><title>Profiler</title>'
+        f'<script src="{FOLDER}/decide.js"></script></head><body></body></html>'
+    )
+    policy = f"default-src 'none'; script-src 'self'; connect-src https://{urlsplit(script).hostname}"
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-    return Response(decision_page(script), content_type="text/html; charset=utf-8", headers=headers)
-
-
-def _browser_is_local(request: Request) -> bool:
-    """Whether the browser runs on this machine, so that both reach the same hosts: no proxy forwarded the request."""
-    if any(name in request.headers for name in ("Forwarded", "X-Forwarded-For", "X-Real-Ip")):
-        return False
-    try:
-        return ipaddress.ip_address(request.remote_addr or "").is_loopback
-    except ValueError:
-        return False
+    return Response(page, content_type="text/html; charset=utf-8", headers=headers)
 
 
 def _names() -> list[str]:
@@ -218,14 +200,6 @@ def trace_page(page: str, viewer: str) -> str | None:
     return _replaced(local_page, _VIEWER_IMPORT, viewer[start.end() : end])
 
 
-def decision_page(script: str) -> str:
-    """Return a page that tries to load a script, then reloads itself with ``scripts=cdn`` or ``scripts=local``."""
-    return (
-        f'<!doctype html><html lang="en" data-script="{script}"><head><meta charset="utf-8"><title>Profiler</title>'
-        f'<script src="{FOLDER}/decide.js"></script></head><body></body></html>'
-    )
-
-
 def script_hashes(page: str) -> list[str]:
     """Return the Base64 SHA-256 of each inline script, as in a content security policy."""
     # A browser hashes the parsed text, where line endings are normalized to a line feed.
@@ -244,43 +218,3 @@ def _replaced(page: str | None, old: str, new: str) -> str | None:
     before, after = page.split(old)
     replaced = before + new + after
     return replaced if not old.startswith("<script") or _EXTERNAL.search(replaced) is None else None
-
-
-class Reachable:
-    """Caches whether this machine can connect to one host.
-
-    Args:
-        host: host name.
-        port: TCP port.
-    """
-
-    def __init__(self, host: str, port: int = 443) -> None:
-        self._host = host
-        self._port = port
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._checked_at = float("-inf")
-        self._answer = False
-
-    def __call__(self) -> bool:
-        """Whether the host accepts connections; True behind a proxy, where only the browser can tell. At most 2 s."""
-        if {"https", "all"} & set(getproxies()):
-            return True
-        with self._lock:
-            if self._thread is None and time.monotonic() - self._checked_at > _VALID_S:
-                self._thread = threading.Thread(target=self._check, name=f"memprof-connect-{self._host}", daemon=True)
-                self._thread.start()
-            thread = self._thread
-        if thread is not None:
-            thread.join(_TIMEOUT_S)
-        return self._answer
-
-    def _check(self) -> None:
-        """Open and close a connection; send nothing."""
-        try:
-            socket.create_connection((self._host, self._port), timeout=_TIMEOUT_S).close()
-            answer = True
-        except OSError:
-            answer = False
-        with self._lock:
-            self._answer, self._checked_at, self._thread = answer, time.monotonic(), None

@@ -8,23 +8,25 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from lightning_memprof.artifacts.files import open_plain
-from lightning_memprof.artifacts.manifest import EndRow, Manifest, WindowRow, read_manifest
+from lightning_memprof.artifacts.manifest import EndRow, Manifest, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
 from lightning_memprof.artifacts.pulse import parse_pulse_row
 from lightning_memprof.read.run.confined import refuse_links
 from lightning_memprof.read.run.following import Follower
-from lightning_memprof.read.run.locate import MAX_DEPTH, MAX_DIRECTORIES
-from lightning_memprof.report.document import Chart, Document, Item, Lines, Stack, Table
+from lightning_memprof.read.run.load import window_rows
+from lightning_memprof.read.run.locate import Walk
+from lightning_memprof.report.document import Chart, Item, Lines, Table
+from lightning_memprof.report.live import SILENT_NS, Live
 from lightning_memprof.report.printers.layout import tops
 from lightning_memprof.report.printers.values import cell_text, words_text
-from lightning_memprof.report.sections.live import SILENT_NS, Watched, live_document, passed
+from lightning_memprof.report.sections.live import live_section, passed
 
 # The tab polls every 2 s.
 SCAN_SECONDS: Final = 1.0
@@ -79,32 +81,30 @@ class RunList:
         self._scanned_at = -math.inf
         self._found: dict[str, FoundRun] = {}
         self._is_truncated = False
-        self._rows: OrderedDict[Path, tuple[tuple[int, int], Manifest]] = OrderedDict()
 
     def scan(self) -> list[FoundRun]:
         """Return all runs, at most 1 s old."""
         with self._lock:
             if time.monotonic() - self._scanned_at > SCAN_SECONDS:
-                walk = _Walk()
-                found = [run for prefix, top in self._tops.items() for run in walk.runs(prefix, top)]
+                walks = {top: Walk(top) for top in self._tops.values()}
+                found = [run for prefix, top in self._tops.items() for run in _runs(prefix, walks[top], top)]
                 self._found = {run.id: run for run in found[:MAX_RUNS]}
-                self._is_truncated = walk.is_truncated or len(found) > MAX_RUNS
+                self._is_truncated = any(walk.is_cut for walk in walks.values()) or len(found) > MAX_RUNS
                 self._scanned_at = time.monotonic()
             return list(self._found.values())
-
-    def find(self, run_id: str) -> FoundRun | None:
-        """Return the run with this id or None; an id is a lookup key and never part of a path."""
-        with self._lock:
-            found = self._found.get(run_id)
-        return found or next((run for run in self.scan() if run.id == run_id), None)
 
     def any(self) -> bool:
         """Whether there is a run; stops at the first."""
         with self._lock:
             if self._found:
                 return True
-        walk = _Walk()
-        return any(True for prefix, top in self._tops.items() for _ in walk.runs(prefix, top))
+        return any(True for prefix, top in self._tops.items() for _ in _runs(prefix, Walk(top), top))
+
+    def find(self, run_id: str) -> FoundRun | None:
+        """Return the run with this id or None; an id is a lookup key and never part of a path."""
+        with self._lock:
+            found = self._found.get(run_id)
+        return found or next((run for run in self.scan() if run.id == run_id), None)
 
     def document(self) -> dict[str, Any]:
         """Return the list of runs as a JSON object: state, steps, ranks and windows of each run."""
@@ -116,10 +116,10 @@ class RunList:
     def facts(self, found: FoundRun) -> dict[str, Any]:
         """Return the list row of one run."""
         lead = found.ranks[0]
-        manifest = self._manifest(found, lead)
-        run, end = manifest.run, manifest.end
-        ends = [end, *(self._manifest(found, rank).end for rank in found.ranks[1:MAX_RANKS])]
-        steps = end.steps if end else None
+        manifest = _manifest(found, lead)
+        run, last = manifest.run, manifest.end
+        ends = [last, *(_manifest(found, rank).end for rank in found.ranks[1:MAX_RANKS])]
+        steps = last.steps if last else None
         state, words = _state(found, ends)
         return {
             "id": found.id,
@@ -128,29 +128,27 @@ class RunList:
             "words": words,
             "stage": run.stage if run else None,
             "model": manifest.training.model if manifest.training else None,
-            "device": run.device if run else None,
             "world_size": run.world_size if run else None,
             "ranks": list(found.ranks),
             "steps": _steps_so_far(found, lead) if steps is None else steps,
-            "windows": _windows(manifest),
+            # A window that recorded nothing keeps its planned steps.
+            "windows": [
+                {"index": index, "steps": (end and end.steps) or plan.active_steps, "closed": end is not None}
+                for index, plan, end in window_rows(manifest)
+            ],
             "started_ns": run.time_ns if run else None,
             "revision": revision(found),
         }
 
-    def _manifest(self, found: FoundRun, rank: int) -> Manifest:
-        path = found.directory / manifest_name(rank)
-        state = _state_of(path)
-        with self._lock:
-            cached = self._rows.get(path)
-            if cached is not None and cached[0] == state:
-                self._rows.move_to_end(path)
-                return cached[1]
-        manifest = read_manifest(path, with_artifacts=False)
-        with self._lock:
-            self._rows[path] = state, manifest
-            while len(self._rows) > MAX_CACHED:
-                self._rows.popitem(last=False)
-        return manifest
+
+@lru_cache(maxsize=MAX_CACHED)
+def _read(path: Path, state: tuple[int, int]) -> Manifest:  # noqa: ARG001 a file that has changed is read again
+    return read_manifest(path, with_artifacts=False)
+
+
+def _manifest(found: FoundRun, rank: int) -> Manifest:
+    path = found.directory / manifest_name(rank)
+    return _read(path, _state_of(path))
 
 
 def revision(found: FoundRun) -> str:
@@ -166,78 +164,37 @@ def revision(found: FoundRun) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
 
 
-class LiveRuns:
-    """Followers of live runs; each poll reads only new rows. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._followed: OrderedDict[str, tuple[threading.Lock, Follower]] = OrderedDict()
-
-    def document(self, found: FoundRun) -> dict[str, Any]:
-        """Return the live page of a run, as texts; it has no parts before the run has a rank.
-
-        Raises:
-            ArtifactError: a file of the run is a symlink to outside the log directory.
-        """
-        with self._lock:
-            if found.id not in self._followed:
-                refuse_links(found.directory, found.top)
-                self._followed[found.id] = threading.Lock(), Follower(found.directory)
-            lock, follower = self._followed[found.id]
-            self._followed.move_to_end(found.id)
-            while len(self._followed) > MAX_FOLLOWED:
-                self._followed.popitem(last=False)
-        # The first read of a long pulse takes a second; pages of other runs do not wait for it.
-        with lock:
-            follower.look()
-            if not follower.ranks:
-                return {"parts": []}
-            watched = Watched(name=found.label, follower=follower, now_ns=time.time_ns())
-            return {"parts": list(_parts(live_document(watched)))}
+@lru_cache(maxsize=MAX_FOLLOWED)
+def _followed(found: FoundRun) -> tuple[threading.Lock, Follower]:
+    refuse_links(found.directory, found.top)
+    return threading.Lock(), Follower(found.directory)
 
 
-class _Walk:
-    """A directory walk with a limit on the number of directories."""
+def live_document(found: FoundRun) -> dict[str, Any]:
+    """Return the live page of a run, as texts; it has no parts before the run has a rank. Only new rows are read.
 
-    def __init__(self) -> None:
-        self.is_truncated = False
-        self._seen = 0
-
-    def runs(self, prefix: str, top: Path) -> Iterator[FoundRun]:
-        """Yield the runs below ``top``, sorted by name."""
-        pending = [(top, 0)]
-        while pending:
-            here, depth = pending.pop()
-            self._seen += 1
-            if self._seen > MAX_DIRECTORIES:
-                self.is_truncated = True
-                return
-            directories, ranks = _scan(here)
-            if ranks:
-                below = PurePosixPath(here.relative_to(top).as_posix())
-                yield FoundRun(
-                    name=str(PurePosixPath(prefix) / below), directory=here, top=top, ranks=tuple(sorted(ranks))
-                )
-            elif depth < MAX_DEPTH + 1:
-                pending += [(here / name, depth + 1) for name in sorted(directories, reverse=True)]
-            elif directories:
-                self.is_truncated = True
+    Raises:
+        ArtifactError: a file of the run is a symlink to outside the log directory.
+    """
+    lock, follower = _followed(found)
+    # The first read of a long pulse takes a second; pages of other runs do not wait for it.
+    with lock:
+        follower.look()
+        section = live_section(Live(follower, time.time_ns()))
+        return {"parts": [] if section is None else list(map(_part, section.parts))}
 
 
-def _scan(directory: Path) -> tuple[list[str], list[int]]:
-    """Return the names of subdirectories and the ranks of manifests in a directory; symlinks are ignored."""
-    directories: list[str] = []
-    ranks: list[int] = []
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    directories.append(entry.name)
-                elif (rank := parse_manifest_name(entry.name)) is not None and entry.is_file(follow_symlinks=False):
-                    ranks.append(rank)
-    except OSError:
-        return [], []
-    return directories, ranks
+def _runs(prefix: str, walk: Walk, top: Path) -> Iterator[FoundRun]:
+    """Yield the runs where a walk from ``top`` leads; links are not followed."""
+    for here, directories, files in walk:
+        named = ((name, parse_manifest_name(name)) for name in files)
+        ranks = [rank for name, rank in named if rank is not None and not (here / name).is_symlink()]
+        if ranks:
+            # No run is below another one.
+            directories.clear()
+            below = PurePosixPath(here.relative_to(top).as_posix())
+            name = str(PurePosixPath(prefix) / below)
+            yield FoundRun(name=name, directory=here, top=top, ranks=tuple(sorted(ranks)))
 
 
 def _state_of(path: Path) -> tuple[int, int]:
@@ -283,29 +240,8 @@ def _steps_so_far(found: FoundRun, rank: int) -> int | None:
     return 0
 
 
-def _windows(manifest: Manifest) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    for row in manifest.of(WindowRow):
-        index = row.window
-        if index is None:
-            continue
-        closed = row.event == "close"
-        steps = row.steps if closed else row.active_steps
-        # A window that recorded nothing keeps its planned steps.
-        planned = found.get(index, {}).get("steps") if not steps else None
-        found[index] = {"index": index, "steps": planned or list(steps), "closed": closed}
-    return [found[index] for index in sorted(found)]
-
-
-def _parts(document: Document) -> Iterator[dict[str, Any]]:
-    for section in document.sections:
-        if section.lead:
-            yield {"part": "lines", "rows": [["", words_text(section.lead), ""]]}
-        yield from map(_part, section.parts)
-
-
 def _part(part: Item) -> dict[str, Any]:
-    """Return a part of the live page; shares and curve points are numbers, all other values are texts."""
+    """Return a part of the live section; curve points are numbers, all other values are texts."""
     match part:
         case Lines():
             rows: list[Any] = [[row.label, words_text(row.words), row.style] for row in part.rows]
@@ -313,12 +249,6 @@ def _part(part: Item) -> dict[str, Any]:
         case Table():
             rows = [list(map(cell_text, row)) for row in part.rows]
             return {"part": "table", "columns": [column.heading for column in part.columns], "rows": rows}
-        case Stack():
-            bars = [
-                {"class": f"c-{bar.key}", "name": bar.name, "text": cell_text(bar.value), "share": bar.value.share or 0}
-                for bar in part.bars
-            ]
-            return {"part": "stack", "title": f"{part.title}: {cell_text(part.total)}", "bars": bars}
         case Chart():
             return {"part": "chart", "title": part.title, "values": tops(part.values, MAX_POINTS)}
-    raise TypeError(f"a live page has no {type(part).__name__}")
+    raise TypeError(f"the live section has no {type(part).__name__}")

@@ -15,15 +15,13 @@ from typing import Any, Final
 
 import msgspec
 
+from lightning_memprof.account.estimate import parse_bytes
 from lightning_memprof.artifacts.files import own_temporary, read_plain
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.testing.figures import BYTES, COUNTS, LIGHTNING_SYNCS, Figures
-from lightning_memprof.units import GIB, KIB, MIB, format_bytes, format_count
+from lightning_memprof.units import format_bytes, format_count
 
 _QUANTITIES: Final = (*BYTES, *COUNTS)
-_SIZE: Final = re.compile(r"\s*(?P<number>\d{1,15}(?:\.\d{1,15})?|\.\d{1,15})\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
-_UNITS: Final = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": GIB * KIB}
-_DECIMAL: Final = {"kb": "KiB", "mb": "MiB", "gb": "GiB", "tb": "TiB"}
 _PERCENT: Final = re.compile(r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*%\s*", re.ASCII)
 _VERSION: Final = 1
 _UPDATE: Final = "pytest --memprof-update writes it"
@@ -80,31 +78,12 @@ def _limit(name: str, value: Any) -> int:
         near = difflib.get_close_matches(name, (*_QUANTITIES, "baseline", "tolerance"), n=1)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(_QUANTITIES)}, baseline or tolerance"
         raise ConfigError(f"{name}={value!r}: unknown quantity; {hint}")
-    if name in BYTES:
-        return parse_size(name, value)
+    if name in BYTES and isinstance(value, str):
+        return parse_bytes(name, value)
     if type(value) is not int or value < 0:
-        raise ConfigError(f"{name}={value!r}: must be a count, an integer of at least 0")
+        kind = f"a size, as in {name}='600 MiB'" if name in BYTES else "a count, an integer of at least 0"
+        raise ConfigError(f"{name}={value!r}: must be {kind}")
     return value
-
-
-def parse_size(name: str, value: Any) -> int:
-    """Return the bytes of ``"600 MiB"``, or of an integer; a fraction of a byte is cut off.
-
-    Raises:
-        ConfigError: it is something else; ``name`` is in the message.
-    """
-    if type(value) is int and value >= 0:
-        return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise ConfigError(f"{name}={value!r}: must be a size, as in {name}='600 MiB'")
-    unit = match["unit"].lower()
-    if unit in _DECIMAL:
-        right = f"{match['number']} {_DECIMAL[unit]}"
-        raise ConfigError(f"{name}={value!r}: {match['unit']} is ambiguous; write {right!r} (1024-based) or an integer")
-    if unit not in _UNITS:
-        raise ConfigError(f"{name}={value!r}: {match['unit'] or 'no unit'}: use B, KiB, MiB, GiB or TiB")
-    return int(Fraction(match["number"]) * _UNITS[unit])
 
 
 def parse_share(name: str, value: Any) -> Fraction:

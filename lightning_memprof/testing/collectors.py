@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -122,10 +122,6 @@ class WaitsForFiles(Collector):
     """Waits after each step until the files of its window are written: behind two of them a window has no trace."""
 
     name: ClassVar[str] = "waits_for_files"
-
-    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002 overriding
-        """Windows add nothing."""
-        return nullcontext(None)
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:

@@ -13,11 +13,8 @@ from numpy.typing import NDArray
 
 from lightning_memprof.account.memory.report import TRACKERS, RankMemory, memory_report
 from lightning_memprof.account.parts import Part
-from lightning_memprof.account.trace.collectives import collective_calls
-from lightning_memprof.account.trace.device import device_events
 from lightning_memprof.account.trace.events import HostEvents
-from lightning_memprof.account.trace.idle import call_part
-from lightning_memprof.account.trace.spans import step_spans
+from lightning_memprof.account.trace.table import EventTable, event_table
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.read.trace.columns import Kind, TraceColumns, read_columns
@@ -168,15 +165,15 @@ def _traces(run: Run, missing: dict[str, str]) -> Iterator[TraceColumns]:
 
 def _counts(columns: TraceColumns) -> Iterator[tuple[str, Counter[str]]]:
     """Yield the counts of one trace by quantity."""
-    device = device_events(columns)
+    table = event_table(columns)
+    device, events = table.device, table.host
     operators, syncs, lightning = Counter[str](), Counter[str](), Counter[str]()
     by_lightning = columns.named(f"{LINE}{LIGHTNING}".__eq__)
-    events = HostEvents(columns)
     lanes = np.unique(columns.lanes[events.on_host]).tolist()
     for lane in sorted(lanes, key=lambda lane: lane != events.training):
         rows, parents, _ = events.thread(lane)
         module = events.module[rows]
-        names, dispatched, waits, lines = _of_thread(columns, rows, parents, on_device=len(device.rows) > 0)
+        names, dispatched, waits, lines = _of_thread(table, rows, parents)
         operators += _labels(columns, events, names[dispatched], module[dispatched])
         for counter, chosen in ((syncs, waits & ~by_lightning[lines]), (lightning, waits & by_lightning[lines])):
             counter.update(_labels(columns, events, names[chosen], module[chosen], lines[chosen]))
@@ -184,14 +181,14 @@ def _counts(columns: TraceColumns) -> Iterator[tuple[str, Counter[str]]]:
         yield "operators", operators
     yield "syncs", syncs
     yield LIGHTNING_SYNCS, lightning
-    yield "collectives", Counter(call.name for call in collective_calls(columns, device))
+    yield "collectives", Counter(call.name for call in table.collectives)
     if len(device.rows):
         launched = columns.names[columns.rows(Kind.KERNEL)].tolist()
         yield "kernels", Counter(plain_kernel(columns.name_of[name]) for name in launched)
 
 
 def _of_thread(
-    columns: TraceColumns, rows: Column, parents: Column, *, on_device: bool
+    table: EventTable, rows: Column, parents: Column
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int32]]:
     """Return the names of a thread's events, which are dispatched operators, which wait for the device, and the lines.
 
@@ -199,6 +196,7 @@ def _of_thread(
     profiler waits. On a CPU they are operators that would wait on a GPU, without an optimizer's: its step counts are on
     the host, also on a GPU.
     """
+    columns = table.columns
     names, kinds = columns.names[rows], columns.kinds[rows]
     is_operator, inside = kinds == Kind.OPERATOR, parents >= 0
     foreign = nearest(parents, columns.named(lambda name: name.startswith(_OWN))[names]) < 0
@@ -207,14 +205,13 @@ def _of_thread(
     tracks = dispatches.copy()
     tracks[parents[is_line]] = False
     dispatched = foreign & inside & tracks[parents] & ~is_line & ~dispatches
-    lines = _names_at(names, nearest(parents, is_line))
-    if on_device:
+    line_of = nearest(parents, is_line)
+    lines = np.where(line_of >= 0, names[line_of], -1).astype(np.int32)
+    if len(table.device.rows):
         operator = nearest(parents, is_operator)
-        waits = (kinds == Kind.RUNTIME) & columns.named(lambda name: call_part(name) == Part.IDLE_SYNCHRONIZATION)[
-            names
-        ]
+        waits = (kinds == Kind.RUNTIME) & (table.part[rows] == Part.IDLE_SYNCHRONIZATION.number)
         starts = columns.starts[rows]
-        waits &= np.any([(step.start <= starts) & (starts < step.end) for step in step_spans(columns)], axis=0)
+        waits &= np.any([(step.start <= starts) & (starts < step.end) for step in table.steps], axis=0)
         names = np.where(waits & (operator >= 0), names[operator], names)
     else:
         reads = is_operator & columns.named(READS.__contains__)[names]
@@ -225,12 +222,6 @@ def _of_thread(
         reading = nearest(parents, waits)[is_line]
         lines[reading[reading >= 0]] = names[is_line][reading >= 0]
     return names, dispatched, waits & foreign, lines
-
-
-def _names_at(names: NDArray[np.int32], positions: Column) -> NDArray[np.int32]:
-    """Return the names at positions; -1 where a position is -1."""
-    found: NDArray[np.int32] = np.where(positions >= 0, names[positions], -1).astype(np.int32)
-    return found
 
 
 def _labels(

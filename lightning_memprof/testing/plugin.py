@@ -9,9 +9,8 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -22,7 +21,6 @@ import pytest
 
 if TYPE_CHECKING:
     from lightning_memprof.capture.observe import Link
-    from lightning_memprof.compare.significance import PairedChange
     from lightning_memprof.testing.budgets import Budget
     from lightning_memprof.testing.figures import Figures
 
@@ -36,8 +34,6 @@ _MARK_HELP: Final = (
 _STEPS: Final = (0, 1, 3, 7)
 _SHOWN: Final = ("peak", "saved_activations", "operators", "kernels", "collectives", "syncs", "graph_breaks")
 _LONGEST_NAME: Final = 120
-# Of one measurement of time.
-_LEAST_NS: Final = 10_000_000
 
 
 @dataclass(kw_only=True)
@@ -138,67 +134,6 @@ def _line(properties: dict[str, Any]) -> str:
 
     note = properties.get("memprof.note")
     return ", ".join(f"{name} {amount(name, value)}" for name, value in known) + (f" ({note})" if note else "")
-
-
-@pytest.fixture(name="memprof")
-def _memprof() -> Memprof:
-    """Compare the times of two callables: ``memprof.faster(new, old, by="5%")``."""
-    return Memprof()
-
-
-class Memprof:
-    """The fixture ``memprof``.
-
-    Args:
-        clock: returns the time in ns.
-    """
-
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._clock = clock
-
-    def faster(
-        self, a: Callable[[], object], b: Callable[[], object], *, by: str = "0%", rounds: int = 20
-    ) -> PairedChange:
-        """Fail the test unless ``a`` takes less time than ``b``, by at least ``by`` at the lower end of a 95% interval.
-
-        Each round measures both alternately; a measurement takes at least 10 ms. Callables that use a GPU must
-        synchronize. With a negative ``by``, ``a`` may take as much longer.
-
-        Returns:
-            The change of the time from ``b`` to ``a``.
-        """
-        from lightning_memprof.compare.significance import FEWEST_PAIRS, paired_change
-        from lightning_memprof.errors import ConfigError
-        from lightning_memprof.testing.budgets import parse_share
-
-        try:
-            least = float(parse_share("by", by))
-        except ConfigError as error:
-            _fail(str(error))
-        if rounds < FEWEST_PAIRS:
-            _fail(f"rounds={rounds}: must be at least {FEWEST_PAIRS}")
-        for call in (a, b):
-            call()
-        calls = max(1, *(-(-_LEAST_NS // max(self._time(call, 1), 1)) for call in (a, b)))
-        times: dict[bool, list[int]] = {False: [], True: []}
-        for number in range(rounds):
-            for is_b in (number % 2 == 0, number % 2 == 1):
-                times[is_b].append(max(self._time(b if is_b else a, calls), 1))
-        change = paired_change(times[True], times[False])
-        if -change.high < least:
-            name_a, name_b = (getattr(call, "__name__", repr(call)) for call in (a, b))
-            interval = f"95% interval {change.low:+.1%} to {change.high:+.1%}"
-            hint = f"; {rounds} rounds do not decide: try rounds={4 * rounds}" if -change.low >= least else ""
-            _fail(
-                f"{name_a} changes the time of {name_b} by {change.change:+.1%} ({interval}), not {-least:+.1%}{hint}"
-            )
-        return change
-
-    def _time(self, call: Callable[[], object], calls: int) -> int:
-        began = self._clock()
-        for _ in range(calls):
-            call()
-        return self._clock() - began
 
 
 def _fail(message: str) -> NoReturn:

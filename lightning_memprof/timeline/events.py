@@ -1,7 +1,7 @@
 """Events and sources of one timeline: ready events, and rows of trace files at the speed of a disk.
 
 A row is read and written as JSON text where the merger does not change it. It is a struct of its own and not one of
-:mod:`lightning_memprof.read.trace.events`, because it keeps every field of the file, in order to write it again.
+:mod:`lightning_memprof.read.trace.events`, because it keeps all that torch writes, in order to write it again.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from sys import float_info
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
-from lightning_memprof.errors import ConfigError
-from lightning_memprof.read.trace.events import decoder
+from lightning_memprof.read.trace.events import Microseconds, decoder
 from lightning_memprof.read.trace.text import TraceText
 
 Number = int | str | float | None
-# Some profilers write numbers as strings, among them "nan" and "inf".
-Microseconds = int | Annotated[float, msgspec.Meta(ge=-float_info.max, le=float_info.max)] | None
+Seen = Callable[[int], None]
+"""Called with the bytes of a file that were read since the last call."""
+
+# A time before 2001 is not a date: a trace then counts from the start of a machine or of a program.
+A_DATE_NS: Final = 978_307_200_000_000_000
 _RAW: Final = msgspec.Raw()
 _BATCH: Final = 4096
-_NO_DATE_NS: Final = 1 << 62
+# A damaged series may have times before 2001, and such as do not fit into a column.
+_MOST_NS: Final = 1 << 62
+_ALWAYS: Final = (-_MOST_NS, _MOST_NS)
 
 
 class TimelineEvent(msgspec.Struct, gc=False, frozen=True, kw_only=True):
@@ -31,25 +34,23 @@ class TimelineEvent(msgspec.Struct, gc=False, frozen=True, kw_only=True):
 
     Attributes:
         ph: its kind in the letters of the Trace Event Format: ``X`` a slice, ``i`` an instant, ``C`` the value of a
-            counter, ``s`` and ``f`` the two ends of an arrow.
+            counter.
         name: its label in a viewer; the name of a counter's track.
         start_ns: Unix epoch time in ns, by the clock of the source's host.
         duration_ns: length of a slice in ns, 0 or more.
         process: its group of tracks, below the source's label; empty for the label itself.
         thread: its track in that group; counters have a track by their name instead.
         cat: category, by which a viewer filters.
-        id: ties the two ends of an arrow together; unique within the source, cat and name.
         args: shown by a viewer on a click; for a counter ``{"value": number}``, the number in base units.
     """
 
-    ph: Literal["X", "i", "C", "s", "f"] = "X"
+    ph: Literal["X", "i", "C"] = "X"
     name: str
     start_ns: int
     duration_ns: int = 0
     process: str = ""
     thread: str = ""
     cat: str = ""
-    id: int | None = None
     args: dict[str, Any] | None = None
 
 
@@ -65,7 +66,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         trace: a trace file in the Trace Event Format, plain or gzip-compressed.
         events: returns the events in any order; called twice, so that they need not be held in memory.
         offset_ns: added to every time, to align the clock of this source's host with the others'.
-        span_ns: the part of a trace to keep, from and to, in ns of its own ``ts``; slices across an edge are clipped.
+        span_ns: the part to keep, from and to, in ns of a trace's own ``ts``, of ready events in Unix ns; slices across
+            an edge are clipped.
     """
 
     label: str
@@ -84,18 +86,11 @@ class Row(msgspec.Struct, gc=False, omit_defaults=True):
     name: msgspec.Raw = _RAW
     pid: Number = None
     tid: Number = None
-    ts: Microseconds = None
-    dur: Microseconds = None
+    ts: Microseconds | None = None
+    dur: Microseconds | None = None
     id: int | str | None = None
-    id2: msgspec.Raw = _RAW
-    scope: msgspec.Raw = _RAW
     bp: msgspec.Raw = _RAW
     s: msgspec.Raw = _RAW
-    cname: msgspec.Raw = _RAW
-    tts: msgspec.Raw = _RAW
-    tdur: msgspec.Raw = _RAW
-    sf: msgspec.Raw = _RAW
-    stack: msgspec.Raw = _RAW
     args: msgspec.Raw = _RAW
 
 
@@ -114,15 +109,9 @@ def canonical(number: Number) -> int | str:
 
 
 class Reader:
-    """Reads a source's rows in batches, any number of times; afterwards it knows where its time begins.
-
-    Raises:
-        ConfigError: the source has neither a trace nor events, or both.
-    """
+    """Reads a source's rows in batches, any number of times; afterwards it knows where its time begins."""
 
     def __init__(self, source: Source) -> None:
-        if (source.trace is None) == (source.events is None):
-            raise ConfigError(f"source {source.label!r}: needs either a trace or events")
         self.source = source
         self._text = None if source.trace is None else TraceText(source.trace)
         self._first_ns: int | None = None
@@ -136,11 +125,6 @@ class Reader:
             return 0
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes read of the file."""
-        return 0 if self._text is None else self._text.bytes_read
-
-    @property
     def ts_offset_ns(self) -> int:
         """Offset in ns that the reader subtracted from the times in the file."""
         return 0 if self._text is None else self._text.ts_offset_us * 1000
@@ -148,34 +132,40 @@ class Reader:
     @property
     def base_ns(self) -> int:
         """Unix epoch time in ns from which the rows' times count, known when all were read; 0 where unknown."""
-        if self._text is None:
-            return self._first_ns or 0
-        base = self._text.metadata.get("baseTimeNanoseconds", 0)
-        return base if isinstance(base, int) and not isinstance(base, bool) else 0
+        return self._first_ns or 0 if self._text is None else self._text.base_ns
+
+    @property
+    def span_ns(self) -> tuple[int, int]:
+        """The part to keep in ns of the rows' times, known once the first rows were read."""
+        if self.source.span_ns is None:
+            return _ALWAYS
+        begin, end = self.source.span_ns
+        origin = self.base_ns if self._text is None else self.ts_offset_ns
+        return begin - origin, end - origin
 
     @property
     def traces(self) -> int:
         """Number of traces that the source was made from, known when all rows were read; 0 for ready events."""
         return 0 if self._text is None else self._text.merged_traces or 1
 
-    def batches(self) -> Iterator[list[Row]]:
+    def batches(self, seen: Seen) -> Iterator[list[Row]]:
         """Yield all rows, some thousand at a time; the caller may change them.
 
         Raises:
             ArtifactError: the file is missing, truncated, or no trace.
         """
         if self._text is not None:
-            yield from self._text.pieces(_decode)
-        elif self.source.events is not None:
-            yield from self._ready(self.source.events)
-
-    def _ready(self, events: Callable[[], Iterable[TimelineEvent]]) -> Iterator[list[Row]]:
-        left = iter(events())
-        while batch := list(islice(left, _BATCH)):
-            if self._first_ns is None:
-                # A damaged row may come first: times that count from its own would be lost with it.
-                self._first_ns = next((event.start_ns for event in batch if 0 < event.start_ns < _NO_DATE_NS), None)
-            base = self._first_ns or 0
+            before = 0
+            for rows in self._text.pieces(_decode):
+                yield rows
+                seen(self._text.bytes_read - before)
+                before = self._text.bytes_read
+            seen(self.size_bytes - before)
+            return
+        events = self.source.events() if self.source.events is not None else ()
+        dated = (event for event in events if A_DATE_NS <= event.start_ns <= _MOST_NS - event.duration_ns)
+        while batch := list(islice(dated, _BATCH)):
+            base = self._first_ns = self._first_ns or batch[0].start_ns
             yield [_row(event, base) for event in batch]
 
 
@@ -186,7 +176,6 @@ def _row(event: TimelineEvent, base_ns: int) -> Row:
         pid=event.process,
         tid=event.thread,
         ts=(event.start_ns - base_ns) / 1000,
-        id=event.id,
     )
     if event.cat:
         row.cat = msgspec.Raw(_encode(event.cat))
@@ -194,8 +183,6 @@ def _row(event: TimelineEvent, base_ns: int) -> Row:
         row.dur = event.duration_ns / 1000
     elif event.ph == "i":
         row.s = msgspec.Raw(b'"t"')
-    elif event.ph == "f":
-        row.bp = msgspec.Raw(b'"e"')
     if event.args:
         row.args = msgspec.Raw(_encode(event.args))
     return row

@@ -1,26 +1,20 @@
 """The first reading of a source: the changes after which a viewer imports every event.
 
-Slices of a track must nest, because a viewer drops those that overlap in part. The sweep over a track is in the order
-of :func:`lightning_memprof.read.trace.intervals.in_order`; unlike `nest`, it moves an overlapping slice to a
-spare lane of its own, and follows arrows to the lane of their slice.
+Slices of a track must nest, because a viewer drops those that overlap in part. The sweep over a track moves an
+overlapping slice to a spare lane of its own, and follows arrows to the lane of their slice.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from lightning_memprof.read.trace.intervals import in_order
-from lightning_memprof.timeline.events import Number, Reader, Row, canonical
+from lightning_memprof.read.trace.intervals import nesting_order
+from lightning_memprof.timeline.events import Number, Reader, Row, Seen, canonical
 from lightning_memprof.units import AT_ONCE_US, nanoseconds
-
-BEGINS: Final = 1 << 20
-"""Lane of the slices that are written as a begin and an end, on a track that has whole slices too."""
 
 SKIPPED: Final = -(1 << 62)
 """The edit of an event that a viewer cannot draw."""
@@ -28,11 +22,6 @@ SKIPPED: Final = -(1 << 62)
 Key = tuple[int | str, int | str]
 
 _PYTHON: Final = msgspec.Raw(b'"python_function"')
-_FOREVER: Final = (-(1 << 62), 1 << 62)
-# 146 years: times beyond are damage, and do not fit into a column.
-_MOST_NS: Final = 1 << 62
-_TOO_FAR: Final = "events with impossible times"
-_COUNTED: Final = frozenset("XBEiIRCstfbn")
 
 
 class Track:
@@ -48,16 +37,6 @@ class Track:
         self.indexes = array("q")
         self.yields = bytearray()  # 1: a Python frame, which may end before its time
         self.arrows: list[tuple[int, int]] = []
-        self.begins = False
-
-    def span(self) -> tuple[int, int] | None:
-        """Return first start and last end of the slices in ns, None where there is none."""
-        return (min(self.starts), max(self.ends)) if self.starts else None
-
-    def edits(self) -> Iterator[tuple[int, int]]:
-        """Yield ``(index, edit)`` of each event that must change, in no order."""
-        if len(self.starts) or self.arrows:
-            yield from _Sweep(self).edits()
 
 
 class _Sweep:
@@ -66,11 +45,12 @@ class _Sweep:
         self.lanes: list[list[tuple[int, int, int]]] = [[]]  # per lane a stack of (end, start, position)
         self.found: list[tuple[int, int]] = []
 
-    def edits(self) -> Iterable[tuple[int, int]]:
+    def edits(self) -> list[tuple[int, int]]:
+        """Return ``(index, edit)`` of each event that must change, in no order."""
         track, place, stack = self.track, self._place, self.lanes[0]
         starts, ends = track.starts, track.ends
         arrows = sorted(track.arrows, reverse=True)
-        for at in in_order(starts, ends):
+        for at in nesting_order(starts, ends).tolist():
             start, end = starts[at], ends[at]
             while arrows and arrows[-1][0] < start:
                 self._arrow(*arrows.pop())
@@ -132,224 +112,145 @@ class ProcessFacts:
         self.thread_sorts: dict[int | str, int] = {}
 
 
+class _Metadata(msgspec.Struct):
+    name: str = ""
+    labels: str = ""
+    sort_index: int | None = None
+
+
+_metadata: Final = msgspec.json.Decoder(_Metadata).decode
+
+
 class Plan:
-    """The result of the first reading, for the second one."""
+    """The first reading of a source, and its result for the second one."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self.events = 0
         self.first_ns: int | None = None
-        self.last_ns = 0
-        self.lanes: dict[Key, dict[int, tuple[int, int] | None]] = {}
-        """Per track its lanes, each with the first start and the last end of its slices."""
+        self.lanes: dict[Key, list[int]] = {}
+        """The lanes of each track."""
         self.processes: dict[int | str, ProcessFacts] = {}
         self.edit_indexes = array("q")
+        """The places in the source of the events that must change; ``edits`` has the change of each."""
         self.edits = array("q")
-        self.reused: set[tuple[bytes, bytes, int | str]] = set()
-        """Arrows of the source that begin more than once under one id."""
         self.skipped: Counter[str] = Counter()
-        self.keys: dict[tuple[Number, Number], Key] = {}
+        self._keys: dict[tuple[Number, Number], Key] = {}
+        self._tracks: dict[Key, Track] = {}
+        self._by_number: dict[tuple[Number, Number], Track] = {}
+        self._found: dict[int, int] = {}
+        self._index = -1
+
+    def read(self, seen: Seen) -> Plan:
+        """Read the source.
+
+        Raises:
+            ArtifactError: the trace is missing, truncated, or no trace.
+        """
+        for rows in self.reader.batches(seen):
+            self._read(rows)
+        self._by_number.clear()
+        for key in list(self._tracks):
+            self._settle(key, self._tracks.pop(key))
+        self.edit_indexes = array("q", sorted(self._found))
+        self.edits = array("q", map(self._found.pop, self.edit_indexes))
+        return self
 
     def key(self, pid: Number, tid: Number) -> Key:
         """Return the track of an event."""
-        return self.keys.get((pid, tid)) or self._new_key(pid, tid)
+        return self._keys.get((pid, tid)) or self._new_key(pid, tid)
 
     def _new_key(self, pid: Number, tid: Number) -> Key:
         # Kineto's own spans and marks are three processes with names for numbers.
         key = (canonical(pid), canonical(tid))
         if self.reader.source.trace is not None and key[0] in {"", "Spans", "Traces"}:
             key = ("profiler", key[1])
-        self.keys[pid, tid] = key
+        self._keys[pid, tid] = key
         return key
 
-
-def make_plan(reader: Reader, after_batch: Callable[[], None]) -> Plan:
-    """Read a source for the first time.
-
-    Raises:
-        ArtifactError: the trace is missing, truncated, or no trace.
-    """
-    scan = _Scan(Plan(reader))
-    for rows in reader.batches():
-        scan.read(rows)
-        after_batch()
-    return scan.finish()
-
-
-class _Scan:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.tracks: dict[Key, Track] = {}
-        self.by_number: dict[tuple[Number, Number], Track] = {}
-        self.index = -1
-        self.arrow_starts: dict[tuple[bytes, bytes], tuple[array[int], set[int | str]]] = {}
-        self.edits: dict[int, int] = {}
-        span = plan.reader.source.span_ns
-        self.span = span or _FOREVER
-
-    def read(self, rows: list[Row]) -> None:
-        offset = self.plan.reader.ts_offset_ns
-        low, high = self.span[0] - offset, self.span[1] - offset
-        whole = self.span is _FOREVER
-        by_number, index = self.by_number, self.index
-        for row in rows:
-            index += 1
+    def _read(self, rows: list[Row]) -> None:
+        low, high = self.reader.span_ns
+        by_number = self._by_number
+        for index, row in enumerate(rows, start=self._index + 1):
             ts = row.ts
             if row.ph == "X" and ts is not None:
                 dur = row.dur
-                try:
-                    start = round(ts * 1000) if -AT_ONCE_US < ts < AT_ONCE_US else nanoseconds(ts)
-                    end = start + round(dur * 1000) if dur and dur > 0 else start
-                except OverflowError:
-                    start = end = _MOST_NS
-                if start <= -_MOST_NS or end >= _MOST_NS:
-                    self.edits[index] = SKIPPED
-                    self.plan.skipped[_TOO_FAR] += 1
-                    continue
-                if not whole:
-                    if end < low or start > high:
-                        self.edits[index] = SKIPPED
+                start = round(ts * 1000) if -AT_ONCE_US < ts < AT_ONCE_US else nanoseconds(ts)
+                end = start + round(dur * 1000) if dur and dur > 0 else start
+                if start < low or end > high:
+                    if end <= low or start >= high:
+                        self._found[index] = SKIPPED
                         continue
                     start, end = max(start, low), min(end, high)
-                track = by_number.get((row.pid, row.tid)) or self.track(row)
+                track = by_number.get((row.pid, row.tid)) or self._track(row)
                 track.starts.append(start)
                 track.ends.append(end)
                 track.indexes.append(index)
                 track.yields.append(row.cat == _PYTHON)
                 continue
-            reason = self.other(row, index, (low, high))
+            reason = self._other(row, index, (low, high))
             if reason is not None:
-                self.edits[index] = SKIPPED
+                self._found[index] = SKIPPED
                 if reason:
-                    self.plan.skipped[reason] += 1
-        self.index = index
+                    self.skipped[reason] += 1
+        self._index += len(rows)
 
-    def track(self, row: Row) -> Track:
-        key = self.plan.key(row.pid, row.tid)
-        track = self.tracks.get(key)
-        if track is None:
-            track = self.tracks[key] = Track()
-        self.by_number[row.pid, row.tid] = track
+    def _track(self, row: Row) -> Track:
+        track = self._tracks.setdefault(self.key(row.pid, row.tid), Track())
+        self._by_number[row.pid, row.tid] = track
         return track
 
-    def other(self, row: Row, index: int, span: tuple[int, int]) -> str | None:
-        """Take an event that is not a slice; return the reason for skipping it, empty if there is none."""
+    def _other(self, row: Row, index: int, span: tuple[int, int]) -> str | None:
+        """Take an event that is not a slice; return why a viewer refuses it, empty if it is skipped without a word."""
         ph = row.ph
         if ph == "M":
-            self.metadata(row)
+            self._metadata(row)
             return ""
-        reason = _undrawable(row)
-        if reason or row.ts is None:
-            return reason
-        at = nanoseconds(row.ts) if -_MOST_NS < row.ts * 1000 < _MOST_NS else None
-        if at is None:
-            return _TOO_FAR
+        if not ph:
+            return "events without a kind"
+        if row.ts is None:
+            return "events without a time"
+        if row.id is None and ph in "stfbne":
+            return "arrows and asynchronous slices without an id"
+        at = nanoseconds(row.ts)
         if not span[0] <= at <= span[1]:
             return ""
-        track = self.by_number.get((row.pid, row.tid)) or self.track(row)
-        if ph in "BE":
-            track.begins = True
-        elif ph in "st" or (ph == "f" and bytes(row.bp) == b'"e"'):
+        track = self._by_number.get((row.pid, row.tid)) or self._track(row)
+        if ph in "st" or (ph == "f" and bytes(row.bp) == b'"e"'):
             track.arrows.append((at, index))
-        if ph == "s" and row.id is not None:
-            self.arrow(row, row.id)
-        if ph in _COUNTED:
-            self.instants(at)
+        self._begin(at)
         return None
 
-    def instants(self, at: int) -> None:
-        plan = self.plan
-        plan.first_ns = at if plan.first_ns is None else min(plan.first_ns, at)
-        plan.last_ns = max(plan.last_ns, at)
+    def _begin(self, at: int) -> None:
+        self.first_ns = at if self.first_ns is None else min(self.first_ns, at)
 
-    def arrow(self, row: Row, number: int | str) -> None:
-        name = (bytes(row.cat), bytes(row.name))
-        known = self.arrow_starts.get(name)
-        if known is None:
-            known = self.arrow_starts[name] = (array("q"), set())
-        if isinstance(number, int) and -(1 << 63) <= number < 1 << 63:
-            known[0].append(number)
-        elif number in known[1]:
-            self.plan.reused.add((*name, number))
-        else:
-            known[1].add(number)
-
-    def metadata(self, row: Row) -> None:
+    def _metadata(self, row: Row) -> None:
+        pid, tid = self.key(row.pid, row.tid)
+        facts = self.processes.setdefault(pid, ProcessFacts())
         try:
-            args: Any = msgspec.json.decode(row.args) if bytes(row.args) else {}
-            what = msgspec.json.decode(row.name) if bytes(row.name) else ""
-        except msgspec.DecodeError:
+            found = _metadata(row.args)
+        except msgspec.MsgspecError:
             return
-        if not isinstance(args, dict):
-            return
-        pid, tid = self.plan.key(row.pid, row.tid)
-        facts = self.plan.processes.setdefault(pid, ProcessFacts())
-        sort = args.get("sort_index")
-        if what == "process_name":
-            facts.name = str(args.get("name", ""))
-        elif what == "process_labels":
-            facts.labels = str(args.get("labels", ""))
-        elif what == "thread_name":
-            facts.threads[tid] = str(args.get("name", ""))
-        elif isinstance(sort, int) and what == "process_sort_index":
-            facts.sort = sort
-        elif isinstance(sort, int) and what == "thread_sort_index":
-            facts.thread_sorts[tid] = sort
+        match bytes(row.name):
+            case b'"process_name"':
+                facts.name = found.name
+            case b'"process_labels"':
+                facts.labels = found.labels
+            case b'"thread_name"':
+                facts.threads[tid] = found.name
+            case b'"process_sort_index"':
+                facts.sort = found.sort_index
+            case b'"thread_sort_index"' if found.sort_index is not None:
+                facts.thread_sorts[tid] = found.sort_index
 
-    def finish(self) -> Plan:
-        plan = self.plan
-        plan.events = self.index + 1
-        for name, (numbers, _) in self.arrow_starts.items():
-            ordered = sorted(numbers)
-            plan.reused.update((*name, first) for first, two in pairwise(ordered) if first == two)
-        self.arrow_starts.clear()
-        for key in list(self.tracks):
-            self.settle(key, self.tracks.pop(key))
-            self.by_number.clear()
-        indexes = sorted(self.edits)
-        plan.edit_indexes = array("q", indexes)
-        plan.edits = array("q", map(self.edits.__getitem__, indexes))
-        return plan
-
-    def settle(self, key: Key, track: Track) -> None:
-        plan = self.plan
-        span = track.span()
-        if span is not None:
-            self.instants(span[0])
-            self.instants(span[1])
-        lanes = {0: span}
-        if track.begins and track.starts:
-            lanes[BEGINS] = None
+    def _settle(self, key: Key, track: Track) -> None:
+        if track.starts:
+            self._begin(min(track.starts))
+        lanes = {0}
         arrows = {index for _, index in track.arrows}
-        for index, edit in track.edits():
-            self.edits[index] = edit
+        for index, edit in _Sweep(track).edits():
+            self._found[index] = edit
             if edit == SKIPPED and index in arrows:
-                plan.skipped["arrow ends outside of every slice"] += 1
+                self.skipped["arrow ends outside of every slice"] += 1
             elif SKIPPED < edit < 0:
-                lanes[-edit] = span
-        if track.begins and not track.starts:
-            # Slices written as a begin and an end are not analysed: arrows to them stay as they were.
-            for index in arrows:
-                self.edits.pop(index, None)
-        plan.lanes[key] = dict(sorted(lanes.items()))
-
-
-def _undrawable(row: Row) -> str:
-    """Return the reason why the importer would refuse an event; empty where it does not."""
-    if not row.ph:
-        return "events without a kind"
-    if row.ts is None:
-        return "events without a time"
-    if row.id is None and row.ph in "stfbne" and not bytes(row.id2):
-        return "arrows and asynchronous slices without an id"
-    return "counters without a number" if row.ph == "C" and not _has_number(row) else ""
-
-
-def _has_number(row: Row) -> bool:
-    try:
-        args: Any = msgspec.json.decode(row.args)
-    except msgspec.DecodeError:
-        return False
-    return isinstance(args, dict) and any(
-        isinstance(value, (int, float)) and not isinstance(value, bool) for value in args.values()
-    )
+                lanes.add(-edit)
+        self.lanes[key] = sorted(lanes)

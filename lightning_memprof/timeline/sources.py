@@ -5,7 +5,9 @@ Series are read line by line when the merger asks for them, so that a run takes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -16,12 +18,13 @@ from lightning_memprof.artifacts.files import MOST_BYTES, open_plain
 from lightning_memprof.artifacts.naming import regions_name, system_name
 from lightning_memprof.artifacts.rows import DAMAGE, decode_rows
 from lightning_memprof.artifacts.series import GarbageRow, HookRow, RegionRow, SeriesRow, WorkerBatchRow
-from lightning_memprof.errors import ConfigError, ReportError
+from lightning_memprof.errors import ArtifactError, ReportError
 from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.read.trace.text import BASE_TIME, UNREADABLE, open_trace
 from lightning_memprof.timeline.clocks import Clocks
 from lightning_memprof.timeline.events import Source, TimelineEvent
+from lightning_memprof.timeline.steps import steps_span
 
 R = TypeVar("R", bound="SeriesRow | dict[str, Any]")
 _Span = tuple[int, int]
@@ -41,41 +44,37 @@ _FETCHES: Final = ("train_dataloader_next", "].val_next", "].test_next", "].pred
 _MOST: Final = 1e30
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a run to show; None for all.
-
-    ``steps`` counts training batches as the pulse does; only events inside them are kept, on every rank by its own
-    clock.
-    """
-
-    window: int | None = None
-    ranks: Collection[int] | None = None
-    steps: Collection[int] | None = None
-
-
-def file_sources(files: Sequence[Path], offsets_ns: Sequence[int]) -> list[Source]:
+def file_sources(
+    files: Sequence[Path], offsets_ns: Sequence[int], steps: Collection[int] | None = None
+) -> list[Source]:
     """Return the sources of trace files, labelled by name, or by path where two files have the same name.
 
-    ``offsets_ns`` are added to the times of each.
+    Args:
+        files: the traces, plain or gzip-compressed.
+        offsets_ns: added to the times of each.
+        steps: the time to keep of each, from the first of these steps to the last; None for all.
 
     Raises:
-        ConfigError: a file is named twice.
+        ArtifactError: a trace is missing, truncated, or has none of the steps.
     """
-    names = [file.name for file in files]
-    labels = [name if names.count(name) == 1 else str(file) for name, file in zip(names, files, strict=True)]
-    if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise ConfigError(f"{twice}: named twice; name each trace once")
+    names = Counter(file.name for file in files)
     return [
-        Source(label="" if len(files) == 1 else _without_suffixes(label), sort=at, trace=file, offset_ns=offset)
-        for at, (label, file, offset) in enumerate(zip(labels, files, offsets_ns, strict=True))
+        Source(
+            label="" if len(files) == 1 else bare_name(file.name if names[file.name] == 1 else str(file)),
+            sort=at,
+            trace=file,
+            offset_ns=offset,
+            span_ns=None if steps is None else steps_span(file, steps),
+        )
+        for at, (file, offset) in enumerate(zip(files, offsets_ns, strict=True))
     ]
 
 
-def _without_suffixes(label: str) -> str:
-    for suffix in (".gz", ".json", ".trace", ".pt"):
-        label = label.removesuffix(suffix)
-    return label
+def bare_name(name: str) -> str:
+    """Return the name of a trace or a snapshot without suffixes."""
+    for suffix in (".gz", ".json", ".trace", ".pt", ".pickle"):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def run_sources(
@@ -98,24 +97,22 @@ def run_sources(
     Raises:
         ReportError: the run has no such window, rank or step, or no window.
     """
-    choice = Choice(window=window, ranks=ranks, steps=steps)
     clocks = clocks or Clocks()
-    chosen = _chosen(run, choice)
     found: list[Source] = []
-    for rank, windows in chosen:
+    spans: list[_Span] = []
+    for rank, windows in _chosen(run, window, ranks, steps):
         offset = clocks.offset_ns(rank)
+        named, always = run.directory / regions_name(rank.rank), run.directory / system_name(rank.rank)
         for candidate in windows:
-            span = _span(candidate, rank, choice.steps)
-            found += _window_sources(run, rank, candidate, offset, span if choice.steps is not None else None)
-            always = run.directory / system_name(rank.rank)
-            if "system" not in candidate.series and span is not None and always.is_file():
-                found.append(_ready(rank, offset, span, partial(_counters, "system", always)))
-        named = run.directory / regions_name(rank.rank)
-        if named.is_file() and (
-            spans := [span for candidate in windows if (span := _span(candidate, rank, choice.steps))]
-        ):
-            found += [_ready(rank, offset, span, partial(_named, named)) for span in spans]
-    return [*_finding_sources(run, chosen, clocks, choice), *found]
+            span = _span(candidate, rank, steps)
+            found += _window_sources(run, rank, candidate, offset, span if steps is not None else None)
+            if span is not None:
+                spans.append((span[0] + offset, span[1] + offset))
+                if "system" not in candidate.series and always.is_file():
+                    found.append(_ready(rank, offset, span, partial(_counters, "system", always)))
+                if named.is_file():
+                    found.append(_ready(rank, offset, span, partial(_named, named)))
+    return [*_finding_source(run, spans), *found]
 
 
 def rank_label(rank: Rank) -> str:
@@ -124,42 +121,40 @@ def rank_label(rank: Rank) -> str:
     return f"rank {rank.rank} · {host}" if host else f"rank {rank.rank}"
 
 
-def _chosen(run: Run, choice: Choice) -> list[tuple[Rank, list[RecordedWindow]]]:
+def _chosen(
+    run: Run, window: int | None, ranks: Collection[int] | None, steps: Collection[int] | None
+) -> list[tuple[Rank, list[RecordedWindow]]]:
     here = {rank.rank for rank in run.ranks}
-    missing = sorted(set(choice.ranks or ()) - here)
+    missing = sorted(set(ranks or ()) - here)
     if missing:
         raise ReportError(f"rank {missing[0]} is not in this run; its ranks are {_listed(here)}")
     chosen = [
-        (rank, [window for window in rank.windows if _wanted(window, choice)])
+        (rank, windows)
         for rank in run.ranks
-        if choice.ranks is None or rank.rank in choice.ranks
+        if (ranks is None or rank.rank in ranks)
+        and (windows := [each for each in rank.windows if _is_wanted(each, window, steps)])
     ]
-    chosen = [(rank, windows) for rank, windows in chosen if windows]
     if not chosen:
-        raise ReportError(_nothing(run, choice))
+        raise ReportError(_nothing(run, steps))
     return chosen
 
 
-def _wanted(window: RecordedWindow, choice: Choice) -> bool:
-    if choice.window is not None and window.index != choice.window:
-        return False
-    return choice.steps is None or not set(choice.steps).isdisjoint(_steps(window))
+def _is_wanted(window: RecordedWindow, index: int | None, steps: Collection[int] | None) -> bool:
+    return index in {None, window.index} and (steps is None or not set(steps).isdisjoint(_steps(window)))
 
 
 def _steps(window: RecordedWindow) -> tuple[int, ...]:
     return (*window.warmup_steps, *window.steps)
 
 
-def _nothing(run: Run, choice: Choice) -> str:
-    windows = [window for rank in run.ranks for window in rank.windows]
+def _nothing(run: Run, steps: Collection[int] | None) -> str:
+    windows = [each for rank in run.ranks for each in rank.windows]
     if not windows:
         return f"{run.directory}: no window was recorded; give MemProfilerCallback a schedule that reaches one"
-    if choice.window is not None and choice.window not in {window.index for window in windows}:
-        return f"there is no window {choice.window} in this run; its windows are {_listed(w.index for w in windows)}"
-    if choice.steps is not None:
-        recorded = _listed(step for window in windows for step in window.steps)
-        return f"no window has step {_listed(choice.steps)}; the recorded steps are {recorded}"
-    return "the chosen ranks recorded no such window; remove --ranks or --window"
+    if steps is not None:
+        recorded = _listed(step for each in windows for step in each.steps)
+        return f"no window has step {_listed(steps)}; the recorded steps are {recorded}"
+    return f"the chosen ranks have no such window; the run's windows are {_listed(each.index for each in windows)}"
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -177,24 +172,20 @@ def _listed(numbers: Iterable[int]) -> str:
 def _span(window: RecordedWindow, rank: Rank, steps: Collection[int] | None) -> _Span | None:
     """Return begin and end of a window's steps by the rank's clock; None where they are unknown."""
     inside = set(_steps(window)) if steps is None else set(steps) & set(_steps(window))
-    # The pulse is in memory; a step that is cut out has the edges of the slice that is drawn.
-    edges = [] if steps is not None else _pulse_edges(rank, inside)
-    if not edges and "hooks" in window.series:
-        edges = [
+    edges = [
+        (start, start + duration)
+        for row in rank.pulse
+        if row["step"] in inside and (start := row["start_ns"]) and (duration := row["duration_ns"]) is not None
+    ]
+    # A step that is cut out has the edges of the slice that is drawn; the pulse is in memory.
+    if "hooks" in window.series and (steps is not None or not edges):
+        drawn = [
             (event.start_ns, event.start_ns + event.duration_ns)
             for event in _hooks(window.series["hooks"])
             if event.cat == "step" and (event.args or {}).get("step") in inside
         ]
-    edges = edges or _pulse_edges(rank, inside)
+        edges = drawn or edges
     return (min(start for start, _ in edges), max(end for _, end in edges)) if edges else None
-
-
-def _pulse_edges(rank: Rank, steps: Collection[int]) -> list[_Span]:
-    return [
-        (start, start + duration)
-        for row in rank.pulse
-        if row["step"] in steps and (start := row["start_ns"]) and (duration := row["duration_ns"]) is not None
-    ]
 
 
 def _window_sources(run: Run, rank: Rank, window: RecordedWindow, offset: int, span: _Span | None) -> Iterator[Source]:
@@ -220,36 +211,16 @@ def _window_sources(run: Run, rank: Rank, window: RecordedWindow, offset: int, s
 
 
 def _ready(rank: Rank, offset: int, span: _Span | None, events: Callable[[], Iterable[TimelineEvent]]) -> Source:
-    chosen = events if span is None else partial(_within, events, span)
-    return Source(label=rank_label(rank), sort=rank.rank, events=chosen, offset_ns=offset)
-
-
-def _within(events: Callable[[], Iterable[TimelineEvent]], span: _Span) -> Iterator[TimelineEvent]:
-    """Yield the events in a span; slices across its edges are clipped."""
-    first, last = span
-    for event in events():
-        start, end = event.start_ns, event.start_ns + event.duration_ns
-        if first <= start and end <= last:
-            yield event
-        elif event.ph == "X" and start < last and end > first:
-            start, end = max(start, first), min(end, last)
-            yield msgspec.structs.replace(event, start_ns=start, duration_ns=end - start)
+    return Source(label=rank_label(rank), sort=rank.rank, events=events, offset_ns=offset, span_ns=span)
 
 
 def _in_trace(trace: Path, span: _Span) -> _Span:
-    """Return a span of Unix time in a trace's clock, which counts from its base."""
-    base = _base_ns(trace)
+    """Return a span of Unix time in a trace's clock, which counts from its base; 0 where that cannot be read."""
+    found = None
+    with suppress(ArtifactError, *UNREADABLE), open_trace(trace) as (_, stream):
+        found = BASE_TIME.search(stream.read(_HEAD))
+    base = int(found[1]) if found else 0
     return span[0] - base, span[1] - base
-
-
-def _base_ns(trace: Path) -> int:
-    """Return the Unix epoch time in ns from which a trace's times count; 0 where it has none or cannot be read."""
-    try:
-        with open_trace(trace) as stream:
-            found = BASE_TIME.search(stream.read(_HEAD))
-    except UNREADABLE:
-        return 0
-    return int(found[1]) if found else 0
 
 
 def _rows(path: Path, kind: type[R]) -> Iterator[R]:
@@ -315,13 +286,13 @@ def _pauses(path: Path) -> Iterator[TimelineEvent]:
                 duration_ns=max(0, row.duration_ns),
                 thread="garbage collection",
                 cat="gc",
-                args=_facts(row, "generation", "collected", "uncollectable", "tensor_bytes"),
+                args=_facts(row, "generation", "collected", "uncollectable"),
             )
 
 
 def _counters(process: str, path: Path) -> Iterator[TimelineEvent]:
     for row in _rows(path, dict):
-        if (time := _whole(row.get("time_ns"))) is not None:
+        if isinstance(time := row.get("time_ns"), int):
             for key, value in row.items():
                 if key not in _PLACE and _is_figure(value):
                     yield _counter(process, key, time, value)
@@ -329,7 +300,7 @@ def _counters(process: str, path: Path) -> Iterator[TimelineEvent]:
 
 def _allocator(path: Path) -> Iterator[TimelineEvent]:
     for row in _rows(path, dict):
-        if (time := _whole(row.get("time_ns"))) is not None:
+        if isinstance(time := row.get("time_ns"), int):
             device = row.get("device") or "device"
             for key in _CURVES:
                 if _is_figure(row.get(key)):
@@ -339,11 +310,6 @@ def _allocator(path: Path) -> Iterator[TimelineEvent]:
 
 def _counter(process: str, name: str, time: int, value: float) -> TimelineEvent:
     return TimelineEvent(ph="C", name=name, start_ns=time, process=process, cat="counter", args={"value": value})
-
-
-def _whole(value: object) -> int | None:
-    """Return a value where it is a whole number of 64 bits: larger ones are damage."""
-    return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
 
 
 def _is_figure(value: object) -> bool:
@@ -393,15 +359,8 @@ def _change(start: RegionRow, end: RegionRow) -> dict[str, Any]:
     return {"step": start.step, "rss_change_bytes": end.rss_bytes - start.rss_bytes}
 
 
-def _finding_sources(
-    run: Run, chosen: list[tuple[Rank, list[RecordedWindow]]], clocks: Clocks, choice: Choice
-) -> Iterator[Source]:
-    spans = [
-        (span[0] + clocks.offset_ns(rank), span[1] + clocks.offset_ns(rank))
-        for rank, windows in chosen
-        for window in windows
-        if (span := _span(window, rank, choice.steps)) is not None
-    ]
+def _finding_source(run: Run, spans: Sequence[_Span]) -> Iterator[Source]:
+    """Yield the findings, over the time of all windows."""
     if spans:
         whole = min(start for start, _ in spans), max(end for _, end in spans)
         found = examine(Facts.of(run))

@@ -1,12 +1,10 @@
-"""Write a trace piece by piece; the file appears under its name when it is complete."""
+"""Write a trace in parts; the file appears under its name when it is complete."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final
 
 import msgspec
@@ -20,146 +18,80 @@ from lightning_memprof.timeline.events import Row
 
 _LEVEL: Final = 1
 _COPY: Final = 1 << 20
+_encode: Final = msgspec.json.Encoder().encode
 
 
-class TraceWriter:
-    """A trace being written.
+def trace_head(origin_ns: int, traces: int, metadata: list[Row]) -> bytes:
+    """Return the text of a trace before its parts.
 
     Args:
-        out: the file; compressed at a fast level where the name ends in ``.gz``.
         origin_ns: Unix epoch time in ns from which its times count.
         traces: number of traces that it is merged from; several are written into its metadata.
+        metadata: the metadata events; there is one if the trace has any event.
+    """
+    merged = f',"{MERGED_TRACES}":{traces}' if traces > 1 else ""
+    text = f'{{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":{origin_ns}{merged}'
+    return f'{text},"traceEvents":[\n'.encode() + _encode(metadata)[1:-1]
+
+
+def write_part(path: Path, batches: Iterable[list[Row]], *, compressed: bool) -> int:
+    """Write events without the text around them, and return their number.
 
     Raises:
         ArtifactError: it cannot be written.
     """
-
-    def __init__(self, out: Path, origin_ns: int, traces: int) -> None:
-        self._out = out
-        self._temporary = out.with_name(temporary_name(out.name))
-        merged = f',"{MERGED_TRACES}":{traces}' if traces > 1 else ""
-        self._head = (
-            f'{{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":{origin_ns}{merged},"traceEvents":[\n'
-        ).encode()
-        self._encode = msgspec.json.Encoder().encode
-        self._streams: list[IO[bytes]] = []
-        self.events = 0
-
-    def write(self, rows: list[Row]) -> None:
-        """Append events."""
-        if rows:
-            text = memoryview(self._encode(rows))[1:-1]
-            self._put(b",\n" if self.events else b"")
-            self._put(text)
-            self.events += len(rows)
-
-    def append(self, part: Path, events: int) -> None:
-        """Append a part written by :class:`PartWriter`, and remove it.
-
-        Raises:
-            ArtifactError: it cannot be written.
-        """
-        try:
-            if events:
-                # Only text goes through the compressor: gzip data is a sequence of members.
-                self._put(b",\n" if self.events else b"")
-                self._end_member()
-                with part.open("rb") as stream:
-                    shutil.copyfileobj(stream, self._streams[0], _COPY)
-                self.events += events
-            part.unlink()
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _end_member(self) -> None:
-        if len(self._streams) > 1:
-            self._streams.pop().close()
-
-    def _put(self, data: bytes | memoryview) -> None:
-        try:
-            if len(self._streams) == 1 and self._out.suffix == ".gz":
-                self._streams.append(_compressed(self._streams[0]))
-            self._streams[-1].write(data)
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> ArtifactError:
-        return ArtifactError(f"{self._out}: cannot be written ({error}); choose another place, or free space")
-
-    def __enter__(self) -> TraceWriter:  # noqa: PYI034 Self needs Python 3.11, or a package more
-        try:
-            self._streams.append(own_temporary(self._out).open("wb"))
-            self._put(self._head)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        except BaseException:
-            # Ctrl-C may come as soon as the file exists.
-            self._temporary.unlink(missing_ok=True)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._put(b"\n]}\n")
-            for stream in reversed(self._streams):
-                stream.close()
-            if kind is None:
-                self._temporary.replace(self._out)
-        except OSError as failure:
-            raise self._unwritable(failure) from failure
-        finally:
-            self._streams[0].close()
-            self._temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def part_files(out: Path) -> Iterator[Callable[[int], Path]]:
-    """Yield a function that returns the file of a part, by its number, beside the result ``out``.
-
-    Files that remain are removed at the end, when no process writes them.
-    """
-    files: list[Path] = []
-
-    def file(number: int) -> Path:
-        files.append(own_temporary(out.with_name(f"{out.name}.{number}")))
-        return files[-1]
-
+    events = 0
     try:
-        yield file
-    finally:
-        for path in files:
-            path.unlink(missing_ok=True)
+        with path.open("wb") as raw, _compressed(raw) if compressed else raw as stream:
+            for rows in batches:
+                if rows:
+                    stream.write(b",\n" if events else b"")
+                    stream.write(memoryview(_encode(rows))[1:-1])
+                    events += len(rows)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return events
 
 
-class PartWriter:
-    """A part of a trace: events without the text around them, for :meth:`TraceWriter.append`.
+def join_parts(out: Path, head: bytes, parts: Iterable[tuple[Path, int]]) -> int:
+    """Write a trace from its parts, each with its number of events, and remove them; return the number of all events.
 
     Args:
-        path: the file.
-        compressed: whether the whole trace will be compressed.
+        out: the file; the parts are compressed where its name ends in ``.gz``.
+        head: what precedes the parts.
+        parts: taken one by one, and may be written meanwhile.
+
+    Raises:
+        ArtifactError: it cannot be written.
     """
+    events = 0
+    temporary = out.with_name(temporary_name(out.name))
+    try:
+        with own_temporary(out).open("wb") as stream:
+            stream.write(_packed(out, head))
+            for part, count in parts:
+                if count:
+                    # gzip data is a sequence of members.
+                    stream.write(_packed(out, b",\n"))
+                    with part.open("rb") as source:
+                        shutil.copyfileobj(source, stream, _COPY)
+                    events += count
+                part.unlink()
+            stream.write(_packed(out, b"\n]}\n"))
+        temporary.replace(out)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return events
 
-    def __init__(self, path: Path, *, compressed: bool) -> None:
-        self._raw: IO[bytes] = path.open("wb")
-        self._stream = _compressed(self._raw) if compressed else self._raw
-        self._encode = msgspec.json.Encoder().encode
-        self.events = 0
 
-    def write(self, rows: list[Row]) -> None:
-        """Append events."""
-        if rows:
-            if self.events:
-                self._stream.write(b",\n")
-            self._stream.write(memoryview(self._encode(rows))[1:-1])
-            self.events += len(rows)
+def _unwritable(path: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(f"{path}: cannot be written ({error}); choose another place, or free space")
 
-    def close(self) -> None:
-        """Complete the part."""
-        self._stream.close()
-        self._raw.close()
+
+def _packed(out: Path, text: bytes) -> bytes:
+    return igzip.compress(text, _LEVEL, mtime=0) if out.suffix == ".gz" else text
 
 
 def _compressed(raw: IO[bytes]) -> IO[bytes]:

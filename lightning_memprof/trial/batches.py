@@ -16,7 +16,7 @@ from lightning_memprof.compare.trial import Measured
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.trial.changes import parse_change
 from lightning_memprof.trial.process import run_task
-from lightning_memprof.trial.runner import Wanted
+from lightning_memprof.trial.runner import TrialOptions
 from lightning_memprof.trial.task import Task
 
 _STEPS: Final = 5
@@ -27,12 +27,12 @@ _TOLERANCE: Final = 1 / 16
 _USABLE: Final = 0.9
 
 
-def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None = None) -> Batches:
+def find_largest(program: Sequence[str], options: TrialOptions, limit_bytes: int | None = None) -> Batches:
     """Run a program with other batch sizes; return which of them fit.
 
     Args:
         program: its command line.
-        wanted: steps, time limit, progress; its remedies are applied to all runs.
+        options: steps, time limit, progress; its remedies are applied to all runs.
         limit_bytes: memory that a run may use, of the device or, on a CPU, of the host; None takes all of the device,
             or most of the host's free memory.
 
@@ -40,16 +40,16 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
         ConfigError: a remedy changes the batch size, too.
         MemprofError: the program fails with its own batch size, or that is not known.
     """
-    steps = wanted.steps or _STEPS
-    for name in wanted.remedies:
+    steps = options.steps or _STEPS
+    for name in options.remedies:
         if parse_change(name).batches > 1:
             raise ConfigError(f"--batch-size max: chooses the batch size, as --remedy {name} does: leave one out")
     with TemporaryDirectory(prefix="lightning-memprof-try-", ignore_cleanup_errors=True) as directory:
 
         def run(samples: int | None, host_bytes: int = 0, device_bytes: int = 0) -> Measured:
-            wanted.progress("the program's own batch" if samples is None else f"batches of {samples}", 0, 0)
+            options.progress("the program's own batch" if samples is None else f"batches of {samples}", 0, 0)
             with TemporaryDirectory(dir=Path(directory), ignore_cleanup_errors=True) as place:
-                names = tuple(wanted.remedies)
+                names = tuple(options.remedies)
                 task = Task(
                     directory=place,
                     steps=steps,
@@ -58,7 +58,7 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
                     host_limit_bytes=host_bytes,
                     device_limit_bytes=device_bytes,
                 )
-                return run_task(program, task, wanted.time_limit_s)
+                return run_task(program, task, options.time_limit_s)
 
         own = run(None)
         if own.problem or own.samples is None:
@@ -76,7 +76,7 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
             is_stopped = True
     return Batches(
         program=shlex.join(program),
-        remedies=tuple(wanted.remedies),
+        remedies=tuple(options.remedies),
         samples=own.samples,
         limit_bytes=limit_bytes,
         is_device=is_device,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.trial.change import Change, RefusedError
 
 if TYPE_CHECKING:
@@ -325,13 +324,9 @@ class _FreezeGarbage(Change):
         gc.freeze()
 
 
-class _DDPOption(Change):
-    options: ClassVar[Mapping[str, bool]]
-
-    @property
-    def code(self) -> tuple[str, ...]:
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return (f"Trainer(..., strategy=DDPStrategy({options}))",)
+class _StaticGraph(Change):
+    name = "static_graph"
+    paste = "Trainer(..., strategy=DDPStrategy(static_graph=True, find_unused_parameters=False))"
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         from lightning.pytorch.strategies import DDPStrategy
@@ -339,22 +334,7 @@ class _DDPOption(Change):
         strategy = trainer.strategy
         if not isinstance(strategy, DDPStrategy):
             raise RefusedError(f"the strategy is {type(strategy).__name__}, not DDPStrategy")
-        strategy._ddp_kwargs.update(self.options)  # noqa: SLF001 it has no setter
-
-
-class _StaticGraph(_DDPOption):
-    name = "static_graph"
-    options: ClassVar = {"static_graph": True, "find_unused_parameters": False}
-
-
-class _NoUnusedSearch(_DDPOption):
-    name = "no_unused_search"
-    options: ClassVar = {"find_unused_parameters": False}
-
-
-class _BucketView(_DDPOption):
-    name = "bucket_view"
-    options: ClassVar = {"gradient_as_bucket_view": True}
+        strategy._ddp_kwargs.update(static_graph=True, find_unused_parameters=False)  # noqa: SLF001 it has no setter
 
 
 class _ExpandableSegments(Change):
@@ -374,8 +354,7 @@ class _ExpandableSegments(Change):
 CHANGES: Final[tuple[type[Change], ...]] = (
     _Workers, _PersistentWorkers, _Prefetch, _PinMemory, _FusedOptimizer, _ForeachOptimizer, _Threads, _Precision,
     _MatmulPrecision, _Compile, _Checkpointing, _Accumulate, _ChannelsLast, _NoAnomalyDetection,
-    _WithoutCallback, _RareCallback, _LogEvery, _FreezeGarbage, _StaticGraph, _NoUnusedSearch,
-    _BucketView, _ExpandableSegments,
+    _WithoutCallback, _RareCallback, _LogEvery, _FreezeGarbage, _StaticGraph, _ExpandableSegments,
 )  # fmt: skip
 
 
@@ -391,16 +370,6 @@ def parse_change(text: str) -> Change:
             return kind(value)
     known = ", ".join(f"{kind.name}={kind.example}" if kind.example else kind.name for kind in CHANGES)
     raise ConfigError(f"--remedy {text}: unknown; known are {known}")
-
-
-def advised(remedies: Iterable[Remedy]) -> list[Change]:
-    """Return what can be tried of a finding's remedies, in their order; the first of a kind."""
-    found: dict[str, Change] = {}
-    for advice in remedies:
-        if advice.change:
-            remedy = parse_change(advice.change)
-            found.setdefault(remedy.name, remedy)
-    return list(found.values())
 
 
 def _rarely(trainer: Trainer, owner: Any, hook: str, *given: Any) -> None:

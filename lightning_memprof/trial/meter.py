@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import torch
@@ -30,6 +29,8 @@ from lightning_memprof.trial.task import Task, end
 GROUP: Final = "LIGHTNING_MEMPROF_TRIAL_GROUP"
 """The environment variable with the process group that a trial stops and continues."""
 
+# Steps before the measured ones.
+_WARMUP: Final = 5
 # Of a recorded run: its steps may take minutes each.
 _MOST_RECORDED_S: Final = 60.0
 _FEWEST_RECORDED: Final = 12
@@ -93,7 +94,7 @@ class Meter(_Guest):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self._remedies = [parse_change(name) for name in task.remedies]
-        self._first = task.warmup
+        self._first = _WARMUP
         self._batches = math.prod(remedy.batches for remedy in self._remedies)
         self._seen = 0
         self._loaders = 0
@@ -106,16 +107,14 @@ class Meter(_Guest):
 
     def apply(self, hook: str, *given: Any) -> None:
         """Call a hook of each remedy; end the process if one is refused."""
-        with self._ending():
-            for remedy in self._remedies:
-                if self._task.is_check:
-                    remedy.make_comparable()
-                getattr(remedy, hook)(*given)
+        for remedy in self._remedies:
+            if self._task.is_check:
+                remedy.make_comparable()
+            self._change(getattr(remedy, hook), *given)
 
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
+    def _change(self, change: Callable[..., None], *given: Any) -> None:
         try:
-            yield
+            change(*given)
         except RefusedError as error:
             end(self._task, Measured(problem=str(error)))
 
@@ -151,12 +150,11 @@ class Meter(_Guest):
         self._samples = samples if samples in {self._samples, None} or not self._loaders else None
         self._loaders += 1
         if self._task.samples:
-            with self._ending():
-                set_batch_samples(loader, self._task.samples)
+            self._change(set_batch_samples, loader, self._task.samples)
             self._samples = self._task.samples
         # Compared runs have the same number of steps.
         stock = 0 if self._task.is_check else loader.num_workers * (loader.prefetch_factor or 0)
-        self._first = max(self._first, self._task.warmup + stock)
+        self._first = max(self._first, _WARMUP + stock)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply the remedies of optimizers."""
@@ -233,14 +231,13 @@ class Meter(_Guest):
         if epoch > steps and any(remedy.is_per_epoch for remedy in self._remedies) and not self._task.is_check:
             problem = f"acts between epochs of {epoch:g} steps, and {steps} are measured: use more --steps"
             end(self._task, Measured(problem=problem))
-        memory = [worker_memory(pid) for pid in worker_pids()]
         measured = Measured(
             steps=clock.measured,
             step_ns=clock.step_ns(epoch if epoch <= steps else math.inf),
             losses=[float(loss) for loss in self._losses],
             weights=_hash(module) if self._task.is_check else "",
             rss_bytes=peak_rss_bytes(0),
-            worker_bytes=sum(worker.pss_bytes for worker in memory if worker is not None),
+            worker_bytes=sum(worker_memory(pid).get("pss_bytes", 0) for pid in worker_pids()),
             device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             samples=self._samples,
             ranks=max(trainer.num_devices, 1),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import lightning.fabric.strategies.launchers.subprocess_script as fabric_launcher
 import lightning.pytorch.loggers as lightning_loggers
@@ -24,6 +22,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import setup
 
+from lightning_memprof.artifacts.own_program import end_with_parent
 from lightning_memprof.capture.observe import Link, original_of, replaced
 from lightning_memprof.compare.trial import Measured
 from lightning_memprof.errors import MemprofError
@@ -35,9 +34,6 @@ from lightning_memprof.trial.attach import VARIABLE
 from lightning_memprof.trial.meter import Meter, Stop, redirect_callbacks
 from lightning_memprof.trial.seeds import seed
 from lightning_memprof.trial.task import SEED, Task, end, problem_of
-
-# Source: prctl(2).
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
@@ -53,17 +49,14 @@ def main() -> None:
         replaced(module, "_basic_subprocess_cmd", lambda _: lambda: command)
     with _ending(task):
         run_program(program)
-    end(
-        task,
-        Measured(problem="the program ended without Trainer.fit (fast_dev_run does not count)"),
-    )
+    end(task, Measured(problem="the program ended without Trainer.fit (fast_dev_run does not count)"))
 
 
 def prepare() -> Task:
     """Change the first ``fit`` of this process, and what it writes, until it ends; return its task."""
     task = msgspec.json.decode(os.environ[VARIABLE], type=Task)
     if original_of(Trainer.fit) is Trainer.fit:
-        _end_with_parent()
+        end_with_parent()
         torch.manual_seed(SEED)
         seed()
         for name in lightning_loggers.__all__:
@@ -73,12 +66,6 @@ def prepare() -> Task:
         replaced(setup, "_init_debugging_flags", partial(_built, task))
         replaced(Trainer, "fit", partial(_fit, task))
     return task
-
-
-def _end_with_parent() -> None:
-    """Let Linux kill this process when its parent ends: a stopped one cannot notice."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

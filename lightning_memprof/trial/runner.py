@@ -21,7 +21,7 @@ from lightning_memprof.compare.trial import Measured, Outcome, Trial, equality, 
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.judge import Finding
 from lightning_memprof.trial.change import Change
-from lightning_memprof.trial.changes import advised, parse_change
+from lightning_memprof.trial.changes import parse_change
 from lightning_memprof.trial.process import CAN_STOP, LateError, run_in_turns, run_task, started
 from lightning_memprof.trial.task import Task
 from lightning_memprof.units import format_count
@@ -43,7 +43,7 @@ _SPARE: Final = 1.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class TrialOptions:
     """Options of a trial, as on the command line.
 
     Attributes:
@@ -107,12 +107,12 @@ _BARE: Final = Candidate(remedies=())
 _AGAIN: Final = "again"
 
 
-def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Finding] | None = None) -> Trial:
+def try_program(program: Sequence[str], options: TrialOptions, findings: Sequence[Finding] | None = None) -> Trial:
     """Run a program alternately with and without remedies.
 
     Args:
         program: its command line.
-        wanted: the remedies, and how they are measured.
+        options: the remedies, and how they are measured.
         findings: advise remedies where none is named; None records the program first.
 
     Raises:
@@ -122,14 +122,14 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
     measured: dict[str, list[Measured]] = {}
     together: Outcome | None = None
     with TemporaryDirectory(prefix="lightning-memprof-try-", ignore_cleanup_errors=True) as directory:
-        runs = _Runs(program, wanted, Path(directory))
-        if wanted.remedies:
-            candidates = [Candidate(remedies=(parse_change(name),)) for name in dict.fromkeys(wanted.remedies)]
+        runs = _Runs(program, options, Path(directory))
+        if options.remedies:
+            candidates = [Candidate(remedies=(parse_change(name),)) for name in dict.fromkeys(options.remedies)]
         else:
             candidates = advice(runs.recorded() if findings is None else findings)
             if not candidates:
                 notes.append("The findings advise nothing that can be tried from outside the program.")
-        checks, steps = runs.checks, wanted.steps or 0
+        checks, steps = runs.checks, options.steps or 0
         with runs.ending():
             runs.check_unchanged()
             steps = steps or int(min(max(_RUN_NS / max(checks[""].step_ns, 1.0), _FEWEST), _MOST))
@@ -145,7 +145,8 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
     if runs.is_stopped:
         notes.append("Stopped before its end.")
     if runs.is_late:
-        notes.append(f"Ended at the limit of {wanted.minutes:g} minutes (--minutes).")
+        nothing = "" if any(found.time for found in outcomes) else " Nothing was measured: raise it."
+        notes.append(f"Ended at the limit of {options.minutes:g} minutes (--minutes).{nothing}")
     if bare and equality(checks[""], checks[_AGAIN], checks[""], 0.0).name != "bit-equal":
         notes.append("Two runs of the unchanged program differ in losses or weights: equality is unknown.")
     return Trial(
@@ -168,16 +169,16 @@ class _Runs:
 
     Args:
         program: the command line.
-        wanted: limits, and where progress goes.
+        options: limits, and where progress goes.
         directory: where the files of all runs go.
     """
 
-    def __init__(self, program: Sequence[str], wanted: Wanted, directory: Path) -> None:
+    def __init__(self, program: Sequence[str], options: TrialOptions, directory: Path) -> None:
         self._program = program
-        self._wanted = wanted
+        self._options = options
         self._directory = directory
         self._began = time.monotonic()
-        self._end_s = self._began + 60 * wanted.minutes if wanted.rounds is None else math.inf
+        self._end_s = self._began + 60 * options.minutes if options.rounds is None else math.inf
         # Duration of the last run, including the start of its process.
         self._run_s = 0.0
         self.checks: dict[str, Measured] = {}
@@ -196,10 +197,10 @@ class _Runs:
     def _tell(self, text: str, rest_s: float = 0.0) -> None:
         """Show the current run, and the remaining time of the trial."""
         now = time.monotonic()
-        left_s = rest_s if self._wanted.rounds else max(self._end_s - now, 0.0)
+        left_s = rest_s if self._options.rounds else max(self._end_s - now, 0.0)
         left = f", about {format_count(max(round(left_s / 10), 1) * 10, 'second')} left" if left_s else ""
         spent_s = now - self._began
-        self._wanted.progress(f"{text}{left}", round(spent_s), round(spent_s + left_s) if left_s else 0)
+        self._options.progress(f"{text}{left}", round(spent_s), round(spent_s + left_s) if left_s else 0)
 
     def runs_left(self) -> float:
         """Return how many more runs of the last run's duration fit into the time limit."""
@@ -223,7 +224,7 @@ class _Runs:
         place = self._directory / "recorded"
         self._tell("a first recorded run")
         task = Task(directory=str(place), steps=_RECORDED, is_recorded=True)
-        found = run_task(self._program, task, self._wanted.time_limit_s, self._end_s)
+        found = run_task(self._program, task, self._options.time_limit_s, self._end_s)
         if found.problem:
             raise MemprofError(f"try: {' '.join(self._program)}: {found.problem}")
         with opened([str(place)]) as view:
@@ -247,7 +248,7 @@ class _Runs:
         self.checks[_AGAIN] = self.check(_BARE)
         allowed = self._allowed(candidates, FEWEST_PAIRS, others=1)
         for candidate in candidates[len(allowed) :]:
-            words = f"{self._wanted.minutes:g} minutes are too few: raise --minutes"
+            words = f"{self._options.minutes:g} minutes are too few: raise --minutes"
             self.checks[candidate.label] = Measured(problem=words)
         for candidate in allowed:
             self.checks[candidate.label] = self.check(candidate)
@@ -256,7 +257,7 @@ class _Runs:
         """Run a candidate once, seeded."""
         self._tell(f"comparison of losses: {candidate.label or 'unchanged'}")
         began = time.monotonic()
-        (found,) = self._run([candidate], min(_CHECKED, self._wanted.steps or _CHECKED), is_check=True)
+        (found,) = self._run([candidate], min(_CHECKED, self._options.steps or _CHECKED), is_check=True)
         self._run_s = time.monotonic() - began
         return found
 
@@ -277,7 +278,7 @@ class _Runs:
         found |= {candidate.label: [] for candidate in (_BARE, *candidates)}
         left, is_alternating = list(candidates), True
         while left and self._has_time(number := len(found[""]), len(left) + 1, share):
-            more = (self._wanted.rounds or FEWEST_PAIRS) - number
+            more = (self._options.rounds or FEWEST_PAIRS) - number
             if more > 0:
                 left = self._allowed(left, more, others=0)
             self._tell(
@@ -303,15 +304,15 @@ class _Runs:
             self._run_s = (time.monotonic() - began) / len(order)
 
     def _has_time(self, rounds: int, runs: int, share: float) -> bool:
-        if self._wanted.rounds is not None:
-            return rounds < self._wanted.rounds
-        end_s = self._began + 60 * self._wanted.minutes * share
+        if self._options.rounds is not None:
+            return rounds < self._options.rounds
+        end_s = self._began + 60 * self._options.minutes * share
         is_early = time.monotonic() + self._run_s * runs < end_s
         return rounds < FEWEST_PAIRS or (rounds < _MOST_ROUNDS and is_early)
 
     def _is_decided(self, candidate: Candidate, found: Mapping[str, Sequence[Measured]]) -> bool:
         runs = found[candidate.label]
-        can_decide = self._wanted.rounds is None and len(runs) >= FEWEST_PAIRS
+        can_decide = self._options.rounds is None and len(runs) >= FEWEST_PAIRS
         return bool(runs[-1].problem) or (can_decide and _outcome(candidate, found, self.checks).is_clear)
 
     def _run(
@@ -327,7 +328,7 @@ class _Runs:
                 variables = {
                     name: value for remedy in candidate.remedies for name, value in remedy.environment().items()
                 }
-                process = started(self._program, task, self._wanted.time_limit_s, variables, self._end_s)
+                process = started(self._program, task, self._options.time_limit_s, variables, self._end_s)
                 processes.append(running.enter_context(process))
             return run_in_turns(processes)
 
@@ -346,11 +347,12 @@ def advice(findings: Sequence[Finding]) -> list[Candidate]:
         worth = finding.recovers
         is_time = worth is not None and worth.unit == "ns" and worth.whole > 0
         promised = (worth.min / worth.whole, worth.max / worth.whole) if worth is not None and is_time else None
-        # The promise is that of the first remedy.
-        first = {remedy.label for remedy in advised(finding.remedies[:1])}
-        for remedy in advised(finding.remedies):
-            mine = promised if remedy.label in first else None
-            found.setdefault(remedy.name, Candidate(remedies=(remedy,), rule=finding.rule, promised=mine))
+        for number, remedy in enumerate(finding.remedies):
+            if remedy.change:
+                change = parse_change(remedy.change)
+                # The promise is that of the first remedy.
+                mine = promised if number == 0 else None
+                found.setdefault(change.name, Candidate(remedies=(change,), rule=finding.rule, promised=mine))
     return list(found.values())
 
 

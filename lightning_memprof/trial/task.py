@@ -25,7 +25,6 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
         directory: where its files go.
         steps: how many steps are measured, or recorded.
         remedies: as on the command line.
-        warmup: steps before them.
         turn: steps after which the process stops itself with all that it started, until it is continued; 0 never stops.
         samples: in a batch; 0 keeps the program's.
         host_limit_bytes: memory of the program's processes together, above which they are ended; 0 does not limit it.
@@ -38,7 +37,6 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
     directory: str
     steps: int
     remedies: tuple[str, ...] = ()
-    warmup: int = 5
     turn: int = 0
     samples: int = 0
     host_limit_bytes: int = 0

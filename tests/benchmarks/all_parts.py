@@ -51,12 +51,9 @@ class Outcome:
 PARTS: Final[Mapping[str, Part]] = MappingProxyType(
     {
         "fits": Part("what recording costs a fit, beside the peers", "bench.py"),
-        "tracker": Part("what a tracked step costs, beside torch's MemTracker", "tracker.py"),
         "traces": Part("how fast a trace is analysed, beside the peers", "traces.py"),
-        "merge": Part("how fast traces are merged, beside json by hand", "merge.py"),
         "estimate": Part("how exact estimates of memory are, beside measured trainings", "estimates.py"),
         "try": Part("how far a trial of remedies can be trusted", "trials.py"),
-        "budgets": Part("whether budgets in tests fail for nothing, or miss 1%", "budgets.py"),
         "growth": Part("how cost grows with modules, steps, ranks and bytes", "growth.py"),
     }
 )

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import composed
 import peers
 
 EVERYWHERE = ("network", "gpt", "cnn", "ddp")
@@ -25,7 +24,6 @@ class Configuration:
         workloads: what is trained with it.
         page: whether a process of its own makes a page when the fit is over.
         needs: what has to be installed.
-        against: the configuration of the same Trainer that records nothing.
 
     """
 
@@ -35,7 +33,6 @@ class Configuration:
     workloads: tuple[str, ...] = ("network",)
     page: bool = False
     needs: str = "lightning"
-    against: str = "bare"
 
     @property
     def is_there(self) -> bool:
@@ -78,12 +75,8 @@ def _of_ours() -> dict[str, Configuration]:
             "function memory, saved tensors by module, rss at every mark", lambda d: _ours().memory(d),
             workloads=("network", "gpt"),
         ),
-        "memory-rss": Configuration(
-            "the same, rss at every module's forward", lambda d: _ours().memory(d, modules=True),
-            workloads=("network", "gpt"),
-        ),
         "memory-idle": Configuration(
-            "the same, no window reached", lambda d: _ours().memory(d, modules=True, idle=True), has_window=False
+            "the same, no window reached", lambda d: _ours().memory(d, idle=True), has_window=False
         ),
         "trace": Configuration(
             "operator trace alone, no module names", lambda d: _ours().trace(d, names=False),
@@ -116,14 +109,6 @@ def _of_others() -> dict[str, Configuration]:
         "fts-memory": Configuration(
             "finetuning-scheduler's MemProfiler", peers.finetuning_memory,
             workloads=("network", "gpt"), needs="fts_examples",
-        ),
-        "composer-bare": Configuration(
-            "null pair: Composer's Trainer, no profiler", lambda _: {}, has_window=False,
-            workloads=(composed.WORKLOAD,), needs="composer", against="composer-bare",
-        ),
-        "composer": Configuration(
-            "Composer's Profiler", composed.recording,
-            workloads=(composed.WORKLOAD,), needs="composer", against="composer-bare",
         ),
     }  # fmt: skip
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 import lightning.pytorch as pl
 import torch
 from estimate_devices import publish_devices
-from part import Target, judged, progress, publish, targets
+from part import Target, judged, publish, targets
 from torch import nn
 
 from lightning_memprof.account.estimate import device_of
@@ -37,7 +37,7 @@ from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.simulation import simulate
 from lightning_memprof.estimation.trainer import Fit
 from lightning_memprof.units import MIB
-from measured import table
+from measured import progress, table
 
 if TYPE_CHECKING:
     from lightning_memprof.account.estimate import Estimate

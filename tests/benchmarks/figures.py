@@ -65,13 +65,11 @@ class Row:
     after_wall: list[float] = field(default_factory=list)
     fit_cpu: list[float] = field(default_factory=list)
     fit_wall: list[float] = field(default_factory=list)
-    start_ms: list[float] = field(default_factory=list)
     opening_ms: list[float] = field(default_factory=list)
     closing_ms: list[float] = field(default_factory=list)
     stop_ms: list[float] = field(default_factory=list)
     end_ms: list[float] = field(default_factory=list)
     children_ms: list[float] = field(default_factory=list)
-    pulse_us: list[float] = field(default_factory=list)
     size_bytes: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -85,7 +83,6 @@ class Row:
         self.after_wall.append(ratio(ours, theirs, after))
         self.fit_cpu.append(fit.all_cpu / bare.all_cpu)
         self.fit_wall.append(ours.fit / theirs.fit)
-        self.start_ms.append(1000 * (ours.start - theirs.start))
         self.end_ms.append(1000 * (ours.end - theirs.end))
         self.children_ms.append(1000 * (fit.children - bare.children))
         self.size_bytes.append(fit.size_bytes)
@@ -98,8 +95,6 @@ class Row:
             usual = median(ours.steps[index] for index in stretches.recording)
             self.closing_ms.append(1000 * (ours.steps[stretches.closing] - usual))
             self.stop_ms.append(1000 * fit.stop)
-        if fit.pulse_us is not None:
-            self.pulse_us.append(fit.pulse_us)
 
     @property
     def saving_ms(self) -> list[float]:
@@ -143,7 +138,7 @@ def is_lost(values: Sequence[float]) -> bool:
     return median(values) < spread(values)
 
 
-def noise(found: Mapping[str, Row], bare: str = BARE) -> float:
+def noise(found: Mapping[str, Row]) -> float:
     """Give the largest distance of the null pair from 1, over the rounds: what a ratio of one round can be off by."""
-    null = found.get(bare)
+    null = found.get(BARE)
     return max((abs(value - 1) for value in [*null.waiting, *null.after]), default=0.0) if null else 0.0

@@ -4,7 +4,7 @@
     python tests/benchmarks/growth.py --quick                  small sizes, about two
     python tests/benchmarks/growth.py --only ranks traces
 
-Writes ``docs/measured/growth-*.md`` and ``docs/images/growth_*.png``. Every figure is of a process of its own.
+Writes ``docs/measured/growth-*.md``. Every figure is of a process of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import child
 import curve
 import made_trace
 import part
-import plots
 
 from many_ranks import make_many_ranks
-from measured import table
+from measured import progress, table
 
 HERE: Final = Path(__file__).resolve().parent
 MIB: Final = 1 << 20
@@ -200,7 +199,7 @@ FAMILIES: Final = {
 }
 
 
-def fragment(name: str, costs: Costs, *, judged: bool) -> str:
+def fragment(costs: Costs, *, judged: bool) -> str:
     """Give the figures, and the exponents with what they say."""
     headings = [costs.size, *(f"{label}, {unit}" for label, unit in costs.values), *costs.shown]
     columns = [
@@ -216,8 +215,6 @@ def fragment(name: str, costs: Costs, *, judged: bool) -> str:
         [each.name, each.unit, f"{each.exponent:.2f}", _beyond(each), _word(each, judged=judged)] for each in curves
     ]
     parts = [
-        # As it is seen from the fragment; the page that includes it turns the path.
-        f"![{FAMILIES[name].title}](../images/growth_{name}.png)",
         table(headings, zip(*columns, strict=True)),
         table(["cost", "unit", "exponent", "beyond the fixed part", "no worse than linear"], exponents),
     ]
@@ -243,7 +240,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, once; nothing is judged, nothing written")
     options = parser.parse_args()
     failed: list[str] = []
-    with part.progress() as bar:
+    with progress() as bar:
         for name in options.only:
             family = FAMILIES[name]
             sizes = family.quick if options.quick else family.sizes
@@ -259,10 +256,7 @@ def main() -> None:
                 failed.append(f"{name}: {error}")
                 continue
             print(f"{family.title}\n")
-            if not options.quick:
-                plots.draw(name, family.title, costs.size, costs.curves())
-            body = fragment(name, costs, judged=not options.quick)
-            part.publish({f"growth-{name}": body}, trial=options.quick, packages=["matplotlib"])
+            part.publish({f"growth-{name}": fragment(costs, judged=not options.quick)}, trial=options.quick)
             print()
     if failed:
         sys.exit("\n".join(failed))

@@ -6,13 +6,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 import figures
-import misses
 import peaks
 from aims import Apart
 from configurations import Configuration
@@ -37,28 +37,9 @@ PEAKS = ("bare", "trace", "default", "everything", "lightning", "fts-profiler", 
 FEWEST = 2
 
 
-class Bar:
-    """One line for each part, drawn between fits only: drawing takes time on the core that is measured."""
-
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-
-    def part(self, name: str, total: int) -> Part:
-        return Part(self._bar, self._bar.add_task(name, total=total))
-
-
-@dataclass(frozen=True)
-class Part:
-    bar: Progress
-    task: object
-
-    def at(self, description: str) -> None:
-        self.bar.update(self.task, description=description)  # type: ignore[arg-type]
-        self.bar.refresh()
-
-    def done(self) -> None:
-        self.bar.update(self.task, advance=1)  # type: ignore[arg-type]
-        self.bar.refresh()
+def bar(drawn: Progress, name: str, total: int) -> Callable[..., None]:
+    """Draw a line for a part, between fits only: drawing takes time on the core that is measured."""
+    return partial(drawn.update, drawn.add_task(name, total=total), refresh=True)
 
 
 @dataclass
@@ -70,7 +51,6 @@ class Rounds:
         count: complete rounds.
         failed: by configuration, the last line of what it raised; its fits are not in ``pairs``.
         first_window_ms: what the first window of the process took to open, beyond the steps around it.
-        profiles: of misses.
 
     """
 
@@ -78,7 +58,6 @@ class Rounds:
     count: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     first_window_ms: float = 0.0
-    profiles: dict[misses.Miss, tuple[Fit, Fit]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,11 +94,9 @@ class Bench:
     def close(self) -> None:
         self._pair.close()
 
-    def fit(
-        self, name: str, *, steps: int, profiled: range = range(0), swapped: bool = False
-    ) -> tuple[Fit, Fit] | None:
+    def fit(self, name: str, *, steps: int, swapped: bool = False) -> tuple[Fit, Fit] | None:
         """Fit a configuration beside the one that records nothing; None where it failed."""
-        jobs = [Job(each, self._plan.workload, steps, profiled=profiled) for each in (name, self._known[name].against)]
+        jobs = [Job(each, self._plan.workload, steps) for each in (name, figures.BARE)]
         try:
             first, second = self._pair.fit(*(jobs[::-1] if swapped else jobs))
         except RuntimeError as error:
@@ -138,35 +115,25 @@ class Bench:
             usual = median(steps[index] for index in stretches.waiting)
             self.found.first_window_ms = 1000 * sum(steps[index] - usual for index in stretches.opening)
 
-    def rounds(self, part: Part) -> None:
+    def rounds(self, tick: Callable[..., None]) -> None:
         """Fit each configuration against the one that records nothing, round after round, while there is time."""
         for number in range(self._plan.rounds):
             began = time.monotonic()
             for name in self._plan.names:
-                part.at(f"{self._plan.workload} {number + 1}: {name}")
+                tick(description=f"{self._plan.workload} {number + 1}: {name}")
                 if name not in self.found.failed:
                     fits = self.fit(name, steps=self._plan.steps, swapped=number % 2 == 1)
                     self.found.pairs += [fits] if fits is not None else []
-                part.done()
+                tick(advance=1)
             self.found.count += 1
             if 2 * time.monotonic() - began > self._plan.deadline and self.found.count >= FEWEST:
                 break
         self.found.pairs = [pair for pair in self.found.pairs if pair[0].name not in self.found.failed]
 
-    def explain(self, missed: Sequence[misses.Miss], stretches: figures.Stretches, part: Part) -> None:
-        """Fit again what missed a target, with a profile of the stretch in which it was missed."""
-        for miss in missed:
-            part.at(f"profile: {miss.name} {miss.stretch}")
-            profiled = misses.steps(miss.stretch, stretches, self._plan.steps)
-            fits = self.fit(miss.name, steps=self._plan.steps, profiled=profiled)
-            if fits is not None:
-                self.found.profiles[miss] = fits
-            part.done()
 
-
-def measure_import(bar: Bar) -> Apart:
+def measure_import(drawn: Progress) -> Apart:
     """Import the package in fresh processes; give milliseconds and what of torch and lightning came with it."""
-    part = bar.part("import", IMPORTS)
+    tick = bar(drawn, "import", IMPORTS)
     times, loads = [], set()
     for _ in range(IMPORTS):
         # Not in the repository's root: the installed package is meant.
@@ -180,14 +147,14 @@ def measure_import(bar: Bar) -> Apart:
         took, *loaded = done.stdout.split()
         times.append(float(took))
         loads.update(loaded)
-        part.done()
+        tick(advance=1)
     return Apart(times, sorted(loads))
 
 
-def measure_pulse(bar: Bar, *, pairs: int) -> dict[str, list[float]]:
+def measure_pulse(drawn: Progress, *, pairs: int) -> dict[str, list[float]]:
     """Give microseconds that the pulse adds to a step that is nearly nothing; so does a callback without methods."""
     costs: dict[str, list[float]] = {"pulse": [], "callback": [], figures.BARE: []}
-    part = bar.part("pulse on a small model", len(costs) * pairs)
+    tick = bar(drawn, "pulse on a small model", len(costs) * pairs)
     with Pair() as workers:
         for number in range(pairs):
             for name, found in costs.items():
@@ -196,20 +163,22 @@ def measure_pulse(bar: Bar, *, pairs: int) -> dict[str, list[float]]:
                 fits = workers.fit(*(jobs[::-1] if swapped else jobs))
                 fit, bare = fits[::-1] if swapped else fits
                 found.append(1e6 * figures.added(fit, bare, turn=SMALL_TURN))
-                part.done()
+                tick(advance=1)
     return costs
 
 
-def measure_peaks(bar: Bar, names: Sequence[str], repeats: int) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def measure_peaks(
+    drawn: Progress, names: Sequence[str], repeats: int
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Give bytes of the largest resident size by configuration, and those of the largest child process."""
-    part = bar.part("resident size", repeats * len(names))
+    tick = bar(drawn, "resident size", repeats * len(names))
     own: dict[str, list[int]] = {name: [] for name in names}
     children: dict[str, list[int]] = {name: [] for name in names}
     for _ in range(repeats):
         for name in names:
-            part.at(f"resident size: {name}")
+            tick(description=f"resident size: {name}")
             found, largest = peaks.measure(name)
             own[name].append(found)
             children[name].append(largest)
-            part.done()
+            tick(advance=1)
     return own, children

@@ -26,9 +26,9 @@ def trace(directory: Path, *, names: bool) -> dict[str, Any]:
     return _alone(directory, ONE_WINDOW, [collectors.OperatorTrace(record_module_names=names)])
 
 
-def memory(directory: Path, *, idle: bool = False, modules: bool = False) -> dict[str, Any]:
-    rss = collectors.ModuleRss() if modules else collectors.HostMemory()
-    return _alone(directory, window(idle=idle), [collectors.FunctionMemory(), collectors.SavedTensors(), rss])
+def memory(directory: Path, *, idle: bool = False) -> dict[str, Any]:
+    chosen = [collectors.FunctionMemory(), collectors.SavedTensors(), collectors.HostMemory()]
+    return _alone(directory, window(idle=idle), chosen)
 
 
 def default(directory: Path, *, idle: bool = False) -> dict[str, Any]:
@@ -49,29 +49,28 @@ def everything(directory: Path, *, idle: bool = False) -> dict[str, Any]:
         collectors.Pulse(),
         collectors.HostMemory(),
         collectors.HookTimings(),
-        collectors.GarbageCollection(cycles=True),
-        collectors.System(interval=0.1, always=True),
+        collectors.GarbageCollection(),
+        collectors.SystemStats(interval=0.1, always=True),
         collectors.Throughput(samples=len, flops=True),
         collectors.FunctionMemory(
             functions=("training_step", "backward"), saved_tensors_hooks=True, dump_yaml=True, dump_pickle=True
         ),
         collectors.SavedTensors(),
         collectors.ModuleMemory(),
-        collectors.ModuleRss(),
         collectors.OOMAutopsy(history="always"),
         collectors.OperatorTrace(
             record_shapes=True, profile_memory=True, with_stack=True, with_flops=True, with_modules=True
         ),
     ]
     requests = memprof.Triggers(
-        anomalies=[triggers.SlowStep(factor=1e6), triggers.MemoryGrowth(grows_bytes=1 << 50)],
+        anomalies=[triggers.SlowStep(factor=1e6)],
     )
     callback = memprof.MemProfilerCallback(
         window(idle=idle),
         chosen,
         ranks="all",
         triggers=requests,
-        budget=memprof.Budget(max_run_trace_bytes=1 << 40, keep_windows=10),
+        budget=memprof.Budget(max_trace_bytes=1 << 40, keep_windows=10),
         # The page of `default` is enough: each one is seconds of another process, after the fit.
         output=memprof.OutputOptions(dirpath=directory, report=False),
     )

@@ -11,24 +11,25 @@ import traceback
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import composed
 import configurations
-import recorded
 import torch
 import workload
 
+from lightning_memprof.artifacts.rows import decode_rows
+from lightning_memprof.report.written import LOG_NAME, PAGE_NAME
 from ports import free_port
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 LONGEST_S = 300
-PAGE_S = 60
 PREFIX = "memprof-bench-"
 
 
@@ -86,9 +87,7 @@ class Pair:
                 for other in orders[1:]:
                     other.recv()
             _wait_for_pages(directories, (first, second))
-            fits = [
-                replace(fit, **recorded.facts(directory)) for fit, directory in zip(found, directories, strict=True)
-            ]
+            fits = [replace(fit, **facts(directory)) for fit, directory in zip(found, directories, strict=True)]
         return fits[0], fits[1]
 
     def close(self) -> None:
@@ -160,8 +159,7 @@ def work(orders: Connection[Any, Any], baton: Connection[Any, Any], seat: Seat) 
         try:
             if not leads:
                 baton.recv_bytes()
-            train = composed.fit if job.workload == composed.WORKLOAD else workload.fit
-            fit = train(job, known[job.name].arguments, pause, directory, watch)
+            fit = workload.fit(job, known[job.name].arguments, pause, directory, watch)
             if leads:
                 baton.send_bytes(b"your turn")
         except BaseException:  # noqa: BLE001 whoever ordered raises it
@@ -172,13 +170,29 @@ def work(orders: Connection[Any, Any], baton: Connection[Any, Any], seat: Seat) 
         orders.send(fit)
 
 
+def facts(directory: Path) -> dict[str, Any]:
+    """Give ``size_bytes`` and ``faults`` of a fit."""
+    faults: list[str] = []
+    for path in directory.rglob("memprofiler/manifest.*.jsonl"):
+        errors = [row for row in decode_rows(path.read_bytes(), dict)[0] if row["kind"] == "error"]
+        faults += [f"{row.get('collector')} failed: {row.get('message') or row.get('error')}" for row in errors]
+    return {
+        "size_bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+        "faults": tuple(faults),
+    }
+
+
+def has_page(directory: Path) -> bool:
+    """Say whether the page that is made after the fit is there, or why not."""
+    return any(path.name in {PAGE_NAME, LOG_NAME} for path in directory.rglob("memprofiler/report.*"))
+
+
 def _wait_for_pages(directories: list[Path], jobs: tuple[workload.Job, ...]) -> None:
     """Wait until no process of a fit goes on that would slow down the next."""
     known = configurations.configurations()
     for directory, job in zip(directories, jobs, strict=True):
-        deadline = time.monotonic() + PAGE_S
-        while known[job.name].page and not recorded.has_page(directory) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        if known[job.name].page:
+            wait_until(partial(has_page, directory))
 
 
 def _keep_to_one_core(rank: int) -> None:

@@ -8,9 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from measured import table, write_fragment
@@ -72,12 +69,6 @@ def typed() -> str:
     """Give this process's command as it is typed in the repository's root; of a path, its last part."""
     program = f"python tests/benchmarks/{Path(sys.argv[0]).name}"
     return " ".join([program, *(Path(word).name if "/" in word else word for word in sys.argv[1:])])
-
-
-def progress() -> Progress:
-    """Give a bar that is drawn when something was done: drawing by a thread would take time from what is measured."""
-    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), auto_refresh=False)
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:

@@ -7,8 +7,6 @@ a process that it starts is counted apart.
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -53,25 +51,16 @@ def measure(name: str) -> tuple[int, int]:
         RuntimeError: it failed; the message holds the end of what it said.
 
     """
-    done = subprocess.run(
-        [sys.executable, __file__, name],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tempfile.gettempdir(),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=LONGEST_S,
-    )
-    if done.returncode:
-        msg = f"{name} ended with {done.returncode}: {done.stderr.strip()[-2000:]}"
-        raise RuntimeError(msg)
-    own, largest = done.stdout.splitlines()[-1].split()
+    own, largest = child.cost(__file__, name, timeout=LONGEST_S).printed.splitlines()[-1].split()
     return int(own), int(largest)
 
 
 def main(name: str) -> None:
     import configurations
+    import torch
     import workload
+
+    torch.set_num_threads(1)
 
     job = workload.Job(name, "network", STEPS)
     with tempfile.TemporaryDirectory(prefix="memprof-bench-") as directory:

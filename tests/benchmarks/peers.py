@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import absent
 import schedule
 import torch
 from lightning.pytorch import Callback
@@ -16,6 +18,20 @@ from lightning.pytorch.profilers import PyTorchProfiler
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+
+
+class Absent(ModuleType):
+    """Stands for a package that a peer imports and does not use here: every name in it is an empty class."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 class ByHand(Callback):
@@ -54,7 +70,7 @@ def device_stats(directory: Path) -> dict[str, Any]:
 
 
 def finetuning_profiler(directory: Path) -> dict[str, Any]:
-    absent.stand_in(absent.OF_FINETUNING_SCHEDULER)
+    sys.modules.setdefault("transformers", Absent("transformers"))
     from fts_examples.profiling import ExtendedPyTorchProfiler
 
     cycle = {"wait": schedule.WAIT, "warmup": schedule.WARMUP, "active": schedule.ACTIVE, "repeat": 1}
@@ -63,7 +79,7 @@ def finetuning_profiler(directory: Path) -> dict[str, Any]:
 
 def finetuning_memory(directory: Path) -> dict[str, Any]:
     """Give MemProfiler in the training step, in the steps in which the others' window is."""
-    absent.stand_in(absent.OF_FINETUNING_SCHEDULER)
+    sys.modules.setdefault("transformers", Absent("transformers"))
     from fts_examples.profiling import MemProfiler, MemProfilerCfg, MemProfilerSchedule, ProfilerHooksMixin
 
     def build(model: Callable[..., LightningModule], *values: Any) -> LightningModule:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from aims import Aim, Apart
+from aims import Apart
 from configurations import Configuration
 from figures import Row, is_lost, noise
-from part import spread, targets
+from part import Target, spread, targets
 
 from measured import table
 
@@ -47,7 +47,7 @@ class Told:
     rounds: dict[str, int] = field(default_factory=dict)
     first_window_ms: float = 0.0
     apart: Apart | None = None
-    aims: Sequence[Aim] = ()
+    aims: Sequence[Target] = ()
     left_out: list[str] = field(default_factory=list)
     is_trial: bool = False
 
@@ -64,7 +64,7 @@ def _parts(told: Told, says: Mapping[str, str], known: Mapping[str, Configuratio
     for workload, rows in told.rows.items():
         bare = told.bare_ms[workload]
         count = told.rounds[workload]
-        null = noise(rows, next(iter(rows)))
+        null = noise(rows)
         yield f"### {says[workload][0].upper()}{says[workload][1:]} (`{workload}`)"
         yield (
             f"{told.steps} steps, {count} round{'s' * (count != 1)}; a bare step took {median(bare):.1f} ms of CPU time"

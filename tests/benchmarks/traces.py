@@ -1,35 +1,27 @@
 """How fast operator traces are analysed, and in how much memory; HolisticTraceAnalysis and torch-tb-profiler beside it.
 
     python tests/benchmarks/traces.py                                       a made-up trace of 50 MB
-    python tests/benchmarks/traces.py --trace worker0.pt.trace.json.gz      a recorded one, repeated to 50 MB
     python tests/benchmarks/traces.py --megabytes 2600 --only decode ours   a large one
     python tests/benchmarks/traces.py --peers /path/to/python               peers that are installed elsewhere
 
 Each program is a process of its own on the same file. Given are the CPU time of the analysis without imports, and how
-much the resident memory grew over an interpreter that has loaded nothing. The figures go into
-``docs/measured/traces.md``, those of a recorded trace into ``traces-recorded.md``.
+much the resident memory grew over an interpreter that has loaded nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import merge
+import made_trace
 import part
-from analyses import PROGRAMS, RESIDENT
 
-from measured import table
+from measured import progress, table
 
 PEERS: Final = {"hta": "HolisticTraceAnalysis", "tensorboard": "torch-tb-profiler"}
 SAYS: Final = {"decode": "decoding to columns", "ours": "the whole analysis", **PEERS}
@@ -39,43 +31,55 @@ MIB: Final = 1 << 20
 LEAST_RATE: Final = {"decode": 200, "ours": 100}
 # Of a small file the first calls are most of the time.
 LEAST_BYTES: Final = 49 * part.MB
-PROFILED_FUNCTIONS: Final = 8
-NUMBERS = re.compile(rb'("ts": *|"correlation": *)(\d+)')
+# Prints seconds of CPU without imports, and how many events it saw.
+TIMED: Final = """
+import os, sys, time
+path = sys.argv[1]
+{setup}
+begun = time.process_time()
+{work}
+print(time.process_time() - begun, {events}, end=" ")
+"""
+# Prints MiB of the largest resident size; that of `getrusage` would begin with the size of the process above this one.
+RESIDENT: Final = """
+for line in open("/proc/self/status"):
+    if line.startswith("VmHWM"):
+        print(int(line.split()[1]) / 1024)
+"""
+TELL: Final = """
+def tell(done, of):
+    print(f"\\r{100 * done / of:5.1f}%", end="", file=sys.stderr)
+"""
 
 
-def repeat(trace: Path, out: Path, size: int) -> None:
-    """Write a recorded trace again and again, each time behind the last one, until the file has `size` bytes."""
-    data = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
-    opens = data.index(b"[", data.index(b'"traceEvents"')) + 1
-    closes = data.rindex(b"}", opens, data.rindex(b"]", opens)) + 1
-    times = [int(number) for key, number in NUMBERS.findall(data) if key.startswith(b'"ts"') and int(number)]
-    length = max(times) - min(times) + 1_000_000
-
-    def later(found: re.Match[bytes]) -> bytes:
-        shift = length if found[1].startswith(b'"ts"') else 10_000_000
-        return b"%b%d" % (found[1], int(found[2]) + again * shift)
-
-    with out.open("wb") as stream:
-        stream.write(data[:opens])
-        again = 0
-        while not again or stream.tell() < size:
-            events = NUMBERS.sub(later, data[opens:closes]) if again else data[opens:closes]
-            stream.write(b"," * bool(again) + events)
-            again += 1
-        stream.write(data[closes:])
+def program(setup: str, work: str, events: str = "0") -> str:
+    """Give a program that measures an analysis: what it loads, what counts, and how it tells the events that it saw."""
+    return TIMED.format(setup=setup, work=work, events=events) + RESIDENT
 
 
-def make(out: Path, size: int) -> None:
-    """Write a made-up trace of a training, with steps."""
-    merge.write(out, 0, size)
-    data = out.read_text(encoding="utf-8")
-    steps = [
-        {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 4000, "tid": 4000,
-         "ts": event["ts"], "dur": 9_000.5, "args": {}}
-        for step, event in enumerate(islice(merge.events(0), 0, 7 * 1000, 7 * 100))
-    ]  # fmt: skip
-    head, between, tail = data.partition('"traceEvents": [\n')
-    out.write_text(head + between + "".join(json.dumps(step) + ",\n" for step in steps) + tail, encoding="utf-8")
+PROGRAMS: Final = {
+    "decode": program(
+        "from pathlib import Path\nfrom lightning_memprof.read.trace.columns import read_columns" + TELL,
+        "found = read_columns(Path(path), tell)",
+        "found.events",
+    ),
+    "ours": program(
+        "from pathlib import Path\nfrom lightning_memprof.account.trace.report import trace_report" + TELL,
+        "found = trace_report(Path(path), tell)",
+        "found.events",
+    ),
+    "hta": program(
+        "import logging; logging.disable()\nfrom hta.trace_analysis import TraceAnalysis",
+        "found = TraceAnalysis(trace_files={0: path}, trace_dir=os.path.dirname(path))\n"
+        "found.get_temporal_breakdown(visualize=False)\n"
+        "found.get_comm_comp_overlap(visualize=False)\n"
+        "found.get_idle_time_breakdown(ranks=[0], visualize=False)",
+    ),
+    "tensorboard": program(
+        "import logging; logging.disable()\nfrom torch_tb_profiler.profiler.data import RunProfileData",
+        "RunProfileData.parse('worker0', None, path, os.path.dirname(path))",
+    ),
+}
 
 
 class Run(NamedTuple):
@@ -89,7 +93,7 @@ class Run(NamedTuple):
 def measure(python: str, name: str, trace: Path) -> Run | None:
     """Run one program; return None where it cannot run, and say why."""
     begun = subprocess.run([python, "-c", RESIDENT], check=True, capture_output=True, text=True)
-    program = [python, "-c", PROGRAMS[name].timed, str(trace)]
+    program = [python, "-c", PROGRAMS[name], str(trace)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{name:12} does not run: {done.stderr.strip().splitlines()[-1]}")
@@ -112,7 +116,7 @@ def measured(trace: Path, options: argparse.Namespace) -> dict[str, list[Run]]:
     """Run the programs in turn, repeat after repeat; by name, the runs that were made."""
     found: dict[str, list[Run]] = {}
     names = list(options.only)
-    with part.progress() as bar:
+    with progress() as bar:
         task = bar.add_task("analyses", total=options.repeats * len(names))
         for _ in range(options.repeats):
             for name in list(names):
@@ -164,30 +168,8 @@ def targets(found: Mapping[str, Sequence[Run]], size: int) -> list[part.Target]:
     return verdicts
 
 
-def slow(found: Mapping[str, Sequence[Run]], size: int) -> list[str]:
-    """Name our programs that miss their rate."""
-    rates = {name: size / min(run.seconds for run in found[name]) / part.MB for name in LEAST_RATE if name in found}
-    return [name for name, rate in rates.items() if size >= LEAST_BYTES and rate < LEAST_RATE[name]]
-
-
-def profile(name: str, trace: Path) -> str:
-    """Run one of our programs once more under a profile; the functions that took longest themselves, as Markdown."""
-    program = [sys.executable, "-c", PROGRAMS[name].profiled, str(trace)]
-    beside = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(program, capture_output=True, text=True, check=True, env=beside)
-    functions = sorted(json.loads(done.stdout.splitlines()[-1]), key=lambda row: row[2], reverse=True)
-    whole = sum(own for _, _, own, _ in functions)
-    rows = [
-        [f"`{function}`", f"{calls:,}", f"{1000 * own:.0f}", f"{own / whole:.0%}"]
-        for function, calls, own, _ in functions[:PROFILED_FUNCTIONS]
-    ]
-    headings = ["function", "calls", "ms, own", "of the whole"]
-    return f"Missed: {SAYS[name]}, once more with a profile.\n\n{table(headings, rows)}"
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="a recorded trace, plain or gzip (default: a made-up one)")
     parser.add_argument("--megabytes", type=int, help="default 50; with --quick 5")
     parser.add_argument("--repeats", type=int, help="the fastest of so many counts (default 3; with --quick 1)")
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
@@ -204,19 +186,12 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "worker0.1700000000000.pt.trace.json"
-        size = options.megabytes * part.MB
-        if options.trace:
-            repeat(options.trace, trace, size)
-        else:
-            make(trace, size)
-        size = trace.stat().st_size
+        size, _ = made_trace.write(trace, options.megabytes * part.MB)
         found = measured(trace, options)
         if not found:
             sys.exit("none of the programs ran")
-        profiles = [profile(name, trace) for name in slow(found, size) if not options.quick]
-    body = "\n\n".join([fragment(found, size, trial=options.quick), *profiles])
-    name = "traces-recorded" if options.trace else "traces"
-    part.publish({name: body}, trial=options.quick, packages=versions(options.peers))
+    body = fragment(found, size, trial=options.quick)
+    part.publish({"traces": body}, trial=options.quick, packages=versions(options.peers))
     if {"decode", "ours"} & set(options.only) - set(found):
         sys.exit("our own analysis did not run")
 

@@ -21,7 +21,7 @@ from typing import Final
 
 import lightning.pytorch as pl
 import torch
-from part import Target, judged, progress, publish, targets
+from part import Target, judged, publish, targets
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,7 +30,7 @@ from lightning_memprof.compare.trial import Equality, Measured, Outcome, outcome
 from lightning_memprof.trial.meter import Meter
 from lightning_memprof.trial.process import run_in_turns, started
 from lightning_memprof.trial.task import Task
-from measured import table
+from measured import progress, table
 
 TRAINING: Final = "training"
 SLOWER: Final = 0.05

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import cProfile
 import gc
 import itertools
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from networks import BLOCKS, ROWS, WIDTH, Batches, Network, Regression, workloads
-from profiles import Spent, spent
-
-__all__ = ["BLOCKS", "ROWS", "WIDTH", "Batches", "Clock", "Fit", "Job", "Network", "Regression", "Times", "fit"]
+from networks import workloads
 
 
 class Clock:
@@ -29,16 +25,13 @@ class Clock:
     Args:
         pause: called between the two readings.
         every: batches from one pause to the next.
-        profiled: batches whose turns are profiled.
 
     """
 
-    def __init__(self, pause: Callable[[], None], every: int = 1, profiled: range = range(0)) -> None:
+    def __init__(self, pause: Callable[[], None], every: int = 1) -> None:
         self._pause = pause
         self._every = every
-        self._profiled = profiled
         self._batches = 0
-        self.profile = cProfile.Profile()
         # Pairs: the end of one turn and, after the pause, the start of the next.
         self.cpu: list[float] = []
         self.wall: list[float] = []
@@ -49,18 +42,10 @@ class Clock:
 
     def batch(self) -> None:
         """Say that a batch starts."""
-        self.profile.disable()
         self.read()
         if self._batches % self._every == 0:
             self._pause()
-        if self._batches in self._profiled:
-            self.profile.enable()
         self._batches += 1
-        self.read()
-
-    def end(self) -> None:
-        """Say that the fit has returned."""
-        self.profile.disable()
         self.read()
 
 
@@ -113,9 +98,7 @@ class Fit:
         children: seconds of CPU time of processes that the fit started and waited for.
         stop: seconds of wall time in ``stop_trace`` of torch's profiler.
         size_bytes: what it left on disk.
-        pulse_us: microseconds a step that the manifest says the pulse took; None without a manifest.
         faults: what the manifest says of collectors that failed or were not available.
-        profile: by function, where the fit was profiled.
 
     """
 
@@ -125,9 +108,7 @@ class Fit:
     children: float = 0.0
     stop: float = 0.0
     size_bytes: int = 0
-    pulse_us: float | None = None
     faults: tuple[str, ...] = ()
-    profile: dict[str, Spent] = field(default_factory=dict)
 
     @property
     def all_cpu(self) -> float:
@@ -144,7 +125,6 @@ class Job:
         workload: what is trained.
         steps: optimizer steps.
         turn: steps from one pause to the next.
-        profiled: steps whose turns are profiled.
 
     """
 
@@ -152,7 +132,6 @@ class Job:
     workload: str
     steps: int
     turn: int = 1
-    profiled: range = range(0)
 
 
 class StopWatch:
@@ -193,7 +172,7 @@ def fit(
     """
     torch.manual_seed(0)
     workload = workloads()[job.workload]
-    clock = Clock(pause, job.turn, job.profiled)
+    clock = Clock(pause, job.turn)
     arguments = configure(directory)
     build = arguments.pop("build", lambda model, *values: model(*values))
     model = build(workload.model, *workload.arguments)
@@ -214,24 +193,18 @@ def fit(
         **arguments,
     )
     loader = workload.loader(job.steps + 2)
-    return measured(job.name, clock, lambda: trainer.fit(model, loader), watch)
-
-
-def measured(name: str, clock: Clock, train: Callable[[], Any], watch: StopWatch | None) -> Fit:
-    """Call what trains, whatever trains it."""
     gc.collect()
     children = _children()
     stopped = 0.0 if watch is None else watch.seconds
     clock.read()
-    train()
-    clock.end()
+    trainer.fit(model, loader)
+    clock.read()
     return Fit(
-        name,
+        job.name,
         Times.of(clock.cpu),
         Times.of(clock.wall),
         _children() - children,
         0.0 if watch is None else watch.seconds - stopped,
-        profile=spent(clock.profile),
     )
 
 

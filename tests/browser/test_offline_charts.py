@@ -72,17 +72,6 @@ def test_a_pie_tells_value_and_share_and_one_of_nothing_says_so(page):
     assert "no time recorded" in texts(page, "svg text")
 
 
-def test_stacked_columns_stand_on_each_other(page):
-    columns = [*NUMBERS, {"type": "number", "label": "Other"}]
-    page.evaluate(DRAW, ["ColumnChart", columns, [["rank0", 10, 30], ["rank1", 20, 5]], {"isStacked": True}])
-    boxes = page.locator("rect.memprof-mark").evaluate_all(
-        "all => all.map(one => ['y', 'height'].map(name => Number(one.getAttribute(name))))"
-    )
-    (low, _), (high, tall) = boxes[0], boxes[2]
-    assert high + tall == pytest.approx(low)
-    assert tall == pytest.approx(3 * boxes[0][1])
-
-
 def test_a_line_of_many_points_keeps_its_peak(page):
     columns = [{"type": "number", "label": "Time"}, {"type": "number", "label": "Allocated"}]
     rows = [[index, 900 if index == 77_777 else 10] for index in range(100_000)]
@@ -92,27 +81,6 @@ def test_a_line_of_many_points_keeps_its_peak(page):
     heights = [float(point.split()[1]) for point in path[1:].split("L")]
     peak = page.evaluate("() => window.chart.y(900, false)")
     assert min(heights) == pytest.approx(peak, abs=0.1)
-
-
-def test_a_timeline_draws_a_row_for_each_layer(page):
-    columns = [
-        {"type": "string", "id": "Layer"}, {"type": "string", "id": "Name"}, {"type": "string", "role": "tooltip"},
-        {"type": "number", "id": "Start"}, {"type": "number", "id": "End"},
-    ]  # fmt: skip
-    rows = [["0", "all", "all: 10", 5000, 5010], ["1", "half", "half: 5", 5000, 5005]]
-    page.evaluate(DRAW, ["Timeline", columns, rows, {}])
-    drawn = page.locator("rect").evaluate_all("all => all.map(one => [one.dataset.name, one.dataset.value])")
-    assert drawn == [["all", "10"], ["half", "5"]]
-    assert {"0 ms", "10 ms"} <= set(texts(page, "svg text"))
-    page.locator("rect").nth(1).hover()
-    assert texts(page, ".memprof-hover") == ["half: 5"]
-
-
-def test_words_and_lines_have_the_colour_of_the_page(page):
-    page.evaluate("() => Object.assign(document.body.style, {background: '#111', color: 'rgb(238, 238, 238)'})")
-    page.evaluate(DRAW, ["ColumnChart", NUMBERS, [["a", 1]], {"title": "Times"}])
-    colours = page.locator("svg text").evaluate_all("all => all.map(one => getComputedStyle(one).fill)")
-    assert set(colours) == {"rgb(238, 238, 238)"}
 
 
 def test_a_chart_that_is_drawn_into_the_place_of_another_replaces_it(page):

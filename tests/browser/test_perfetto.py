@@ -16,7 +16,7 @@ from lightning_memprof.report.perfetto import serve_trace
 from lightning_memprof.timeline.events import Source
 from lightning_memprof.timeline.merge import merge_traces
 from lightning_memprof.timeline.sources import run_sources
-from ranks import launch
+from ranks import trained
 
 pytestmark = pytest.mark.browser
 
@@ -59,7 +59,7 @@ def forwarded(port: int) -> Iterator[int]:
 def test_a_trace_opens_under_another_name_and_port_without_a_banner(tmp_path, context, asked_outside):
     trace = tmp_path / "there.json"
     trace.write_text('{"traceEvents":[{"ph":"X","name":"work","pid":1,"tid":1,"ts":5,"dur":7}]}')
-    with serve_trace(trace) as served, forwarded(served.port) as port:
+    with serve_trace(trace) as served, forwarded(served.server_port) as port:
         page = context.new_page()
         page.goto(f"http://localhost:{port}/")
         page.wait_for_function("() => window.app?.trace?.engine && !window.app.isLoadingTrace", timeout=60_000)
@@ -92,8 +92,7 @@ def test_the_errors_of_an_import_are_seen(tmp_path, open_trace):
 
 
 def test_two_ranks_of_one_training_line_up_without_an_import_error(tmp_path, open_trace):
-    codes = launch("two_ranks.py", tmp_path / "run", world=2)
-    assert codes == [0, 0], (tmp_path / "run/out0").read_text()
+    trained(tmp_path / "run", "ddp", "", "profiler=yes")
     merged = tmp_path / "merged.json.gz"
     run = load_run(tmp_path / "run")
     merge_traces(run_sources(run), merged)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.report.opened import opened
@@ -57,9 +56,14 @@ def open_page(browser, heard):
         context.close()
 
 
+UNFOLD = "for (const fold of document.querySelectorAll('.fold')) fold.open = true"
+
+
 @pytest.fixture(scope="module")
 def page(page_file, open_page):
-    return open_page(page_file)
+    page = open_page(page_file)
+    page.evaluate(UNFOLD)
+    return page
 
 
 def outside(heard: list[str]) -> list[str]:
@@ -116,6 +120,17 @@ def test_the_sections_are_all_there_and_every_link_leads_somewhere(page):
         "a[href]", "all => all.filter(one => !one.getAttribute('href').startsWith('#')).length"
     )
     assert elsewhere == 0
+
+
+def test_a_link_unfolds_its_section_and_a_chart_in_it_is_drawn(page_file, open_page):
+    page = open_page(page_file)
+    assert page.locator("#steps .parts").is_hidden()
+    page.click("nav a[href='#steps']")
+    assert page.locator("#steps .parts").is_visible()
+    page.wait_for_selector("#chart-steps[data-state=drawn]", timeout=60_000)
+    assert page.evaluate("document.querySelector('#chart-steps canvas, #chart-steps .chart-place > *') !== null")
+    page.locator("#files summary").press("Enter")
+    assert page.locator("#file-table").is_visible()
 
 
 def test_a_table_is_sorted_and_searched_with_the_keyboard(page):
@@ -184,27 +199,6 @@ def test_it_works_on_a_narrow_screen_and_without_scripts(page_file, open_page):
     assert page.is_visible("h1")
     assert page.is_hidden("#theme")
     assert page.locator("#file-table tbody tr").count() > 5
-
-
-LEGENDS = """() => [...Bokeh.documents].flatMap((one) => [...one._all_models.values()])
-    .filter((one) => one.type === "Legend" && one.items.length > 3).map((one) => one.ncols)"""
-
-
-def test_a_legend_breaks_into_rows_where_the_page_is_narrow(page_file, open_page):
-    page = open_page(page_file)
-    page.wait_for_selector("html[data-charts=drawn]", state="attached", timeout=60_000)
-    assert set(page.evaluate(LEGENDS)) == {"auto"}
-    page.set_viewport_size({"width": 420, "height": 800})
-    page.wait_for_function(f"() => ({LEGENDS})().every((columns) => columns < 4)")
-
-
-def test_a_finding_unfolds_what_its_rule_means(tmp_path, open_page):
-    run = make_run(tmp_path / "run", FakeRun(memory=FakeMemory(kept_bytes=64 * MIB)))
-    page = open_page(written(run, tmp_path / "report.html"))
-    details = page.locator(".finding details").first
-    assert details.locator("p").first.is_hidden()
-    details.locator("summary").press("Enter")
-    assert details.locator("p").first.is_visible()
 
 
 def test_the_page_is_no_larger_than_promised(page_file):

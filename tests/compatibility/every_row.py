@@ -4,12 +4,10 @@
     python tests/compatibility/every_row.py --quick                         a few rows; nothing is installed
     python tests/compatibility/every_row.py --only features/bf16 lightning  rows whose name begins so
     python tests/compatibility/every_row.py --only torch/newest             the newest PyTorch that pip finds
-    python tests/compatibility/every_row.py --lightning-tests FILE          Lightning's tests, too: from its repository
-                                            --only lightning-tests          they alone
 
 Writes ``docs/measured/compatibility.md``, with all rows but those of other versions of PyTorch, which are in
-``docs/measured/torch_versions.md``, and ``docs/measured/lightning_tests.md``; a part of a table is only printed. The
-exit code is 1 where a row is red, and 2 where no row has such a name.
+``docs/measured/torch_versions.md``; a part of a table is only printed. The exit code is 1 where a row is red, and 2
+where no row has such a name.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
-from distributions import VERSIONS, distributions, feature, of_version
+from distributions import VERSIONS, alone, feature, of_version
 from features import FEATURES
-from lightning_tests import compare, reasons
 from pythons import OTHERS, on_path, other_python
 from row import Row, Verdict
 from strategies import STRATEGIES, strategy
@@ -33,13 +30,11 @@ from torches import TORCHES, of_torch
 
 from measured import table, write_fragment
 
-QUICK: Final = ("features/plain", "features/accumulate", "distributions/class path")
+QUICK: Final = ("features/plain", "features/accumulate")
 UNTESTED: Final = (
     Row("DeepSpeed", Verdict.UNTESTED, "it needs a GPU and is not installed"),
     Row("TPU, MPS, XPU, ROCm", Verdict.UNTESTED, "not at hand"),
 )
-# With --only: none but Lightning's own tests.
-LIGHTNINGS: Final = "lightning-tests"
 TORCH: Final = "torch/"
 Rows = Callable[[], Iterable[Row]]
 
@@ -58,22 +53,12 @@ def main() -> None:
             say(f"[{index}/{len(wanted)}] {row} ...")
             (torches if row.startswith(TORCH) else rows).extend(told(each) for each in tried(row, make))
             say(f"    {time.monotonic() - began:.0f} s")
-    lightnings = (
-        [told(row) for row in tried("Lightning's tests", lambda: compare(options.lightning_tests))]
-        if options.lightning_tests
-        else []
-    )
     if not options.only:
         rows += UNTESTED
         write_fragment("compatibility", "make compatibility", body(rows), packages=("pytorch-lightning",))
     if {f"{TORCH}{name}" for name in TORCHES} <= {row for row, _ in wanted}:
         write_fragment("torch_versions", f"make compatibility ARGS='--only {TORCH}'", body(torches))
-    if lightnings:
-        say(reasons())
-        command = f"make compatibility ARGS='--lightning-tests test_profiler.py --only {LIGHTNINGS}'"
-        text = f"{body(lightnings, 'test')}\n\nReasons:\n\n{reasons()}"
-        write_fragment("lightning_tests", command, text, packages=("pytest",))
-    made = [*rows, *torches, *lightnings]
+    made = [*rows, *torches]
     red = [row for row in made if row.verdict is Verdict.RED]
     say(f"{len(made)} rows, {len(red)} red")
     sys.exit(1 if red else 0)
@@ -83,28 +68,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What was tried with this package, and what became of it.")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows whose name begins so")
     parser.add_argument("--quick", action="store_true", help="a few rows")
-    parser.add_argument(
-        "--lightning-tests", type=Path, metavar="FILE", help="test_profiler.py of Lightning's repository"
-    )
     options = parser.parse_args()
     if options.quick:
         options.only = [*options.only, *QUICK]
     names = [name for name, _ in known(Path())]
-    there = (*names, LIGHTNINGS) if options.lightning_tests else names
-    if wrong := [each for each in options.only if not any(name.startswith(each) for name in there)]:
-        told = f"{', '.join(names)}, and with --lightning-tests FILE {LIGHTNINGS}"
-        refuse(f"no row's name begins with {' or '.join(map(repr, wrong))}; rows: {told}")
-    if options.lightning_tests and not (path := options.lightning_tests.resolve()).is_file():
-        refuse(f"--lightning-tests {path}: there is no such file; give tests/tests_pytorch/profilers/test_profiler.py")
-    elif options.lightning_tests:
-        options.lightning_tests = path
+    if wrong := [each for each in options.only if not any(name.startswith(each) for name in names)]:
+        say(f"no row's name begins with {' or '.join(map(repr, wrong))}; rows: {', '.join(names)}")
+        sys.exit(2)
     return options
-
-
-def refuse(text: str) -> NoReturn:
-    """End with one line: what was asked for cannot be done."""
-    say(text)
-    sys.exit(2)
 
 
 def known(directory: Path) -> Iterator[tuple[str, Rows]]:
@@ -115,8 +86,7 @@ def known(directory: Path) -> Iterator[tuple[str, Rows]]:
         yield f"strategies/{name}", partial(of_strategy, name, directory / name)
     for version in VERSIONS:
         yield f"lightning/{version}", partial(of_version, version, directory / f"lightning-{version}")
-    for name, make in distributions(directory):
-        yield f"distributions/{name}", partial(of_one, make)
+    yield "distributions/pytorch_lightning alone", partial(of_alone, directory / "alone")
     for version in OTHERS:
         yield f"python/{version}", partial(of_python, version, directory)
     for name in TORCHES:
@@ -133,9 +103,9 @@ def of_strategy(name: str, directory: Path) -> Iterator[Row]:
     yield strategy(name, directory)
 
 
-def of_one(make: Callable[[], Row]) -> Iterator[Row]:
-    """Give a row that is made alone."""
-    yield make()
+def of_alone(directory: Path) -> Iterator[Row]:
+    """Try the other distribution of Lightning without this one."""
+    yield alone(directory)
 
 
 def of_python(version: str, directory: Path) -> Iterator[Row]:
@@ -168,14 +138,14 @@ def told(row: Row) -> Row:
     return row
 
 
-def body(rows: list[Row], what: str = "tried") -> str:
+def body(rows: list[Row]) -> str:
     """Give the count of each verdict, and the table."""
     counts = [(verdict, sum(row.verdict is verdict for row in rows)) for verdict in Verdict]
     said = ", ".join(
         f"{count} {verdict.value.strip('*')}" for verdict, count in counts if count or verdict is Verdict.RED
     )
     cells = [[row.what, row.verdict.value, row.saw] for row in rows]
-    return f"{len(rows)} rows: {said}.\n\n{table([what, 'became', 'saw'], cells)}"
+    return f"{len(rows)} rows: {said}.\n\n{table(['tried', 'became', 'saw'], cells)}"
 
 
 def say(text: str) -> None:

@@ -8,33 +8,22 @@ and why), ``windows`` (how many were recorded), ``pages`` (how many runs can be 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import lightning.pytorch as pl
 import torch
+from kept import add_run, nothing_found
 from lightning.pytorch.tuner import Tuner
-from recorders import RECORDERS
-from torch import nn
 
-from models import (
-    Accumulated,
-    Checkpointed,
-    HalfPrecision,
-    Mlp,
-    Outcome,
-    ReentrantCheckpointed,
-    TracedModel,
-    TwoOptimizers,
-    fit,
-)
-from training import Perceptron, loader, manifest, trainer
+from models import MODELS, ODD, Mlp, Outcome, TracedModel, fit
+from recorders import RECORDERS
+from training import Perceptron, loader, trainer
 
 
 class WholeCompiled(Mlp):
@@ -44,33 +33,6 @@ class WholeCompiled(Mlp):
         super().build()
         # `Module.compile` of a module of torch's own has frames of torch alone, which fullgraph refuses.
         self.net: Any = torch.compile(self.net, backend="aot_eager", fullgraph=True)
-
-
-class TrulyHalf(Mlp):
-    options: ClassVar[dict[str, Any]] = {"precision": "bf16-true"}
-
-
-class Clipped(Mlp):
-    options: ClassVar[dict[str, Any]] = {"gradient_clip_val": 0.1}
-
-
-class SeveralLoaders(TracedModel):
-    """Its batch is a mapping of what two loaders give."""
-
-    def build(self) -> None:
-        self.net = nn.Linear(8, 1)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return (self.net(batch["a"]).square() + self.net(batch["b"]).square()).mean()
-
-    def train_dataloader(self) -> Any:
-        return {"a": loader(6), "b": loader(6)}
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.seen.append(self.net(batch).mean())
-
-    def val_dataloader(self) -> Any:
-        return [loader(2), loader(3)]
 
 
 Program = Callable[[Path, dict[str, Any]], Outcome]
@@ -88,13 +50,6 @@ def compiled(directory: Path, ours: dict[str, Any]) -> Outcome:
     model = Mlp()
     made: Any = torch.compile(model, backend="aot_eager")
     trainer(directory, *ours.pop("callbacks", []), **ours).fit(made, loader(6))
-    return [*model.seen, *(value.clone() for value in model.state_dict().values()), torch.get_rng_state()]
-
-
-def several_loaders(directory: Path, ours: dict[str, Any]) -> Outcome:
-    torch.manual_seed(11)
-    model = SeveralLoaders()
-    trainer(directory, *ours.pop("callbacks", []), **ours).fit(model)
     return [*model.seen, *(value.clone() for value in model.state_dict().values()), torch.get_rng_state()]
 
 
@@ -145,14 +100,14 @@ FEATURES: Final[Mapping[str, tuple[str, Program]]] = MappingProxyType(
         "plain": ("a plain fit", of_model(Mlp)),
         "compile": ("`torch.compile` of the LightningModule", compiled),
         "compile-part": ("`torch.compile` of its network, one graph", of_model(WholeCompiled)),
-        "bf16": ("AMP: `precision='bf16-mixed'`", of_model(HalfPrecision)),
-        "bf16-true": ("`precision='bf16-true'`", of_model(TrulyHalf)),
-        "accumulate": ("`accumulate_grad_batches=3`", of_model(Accumulated)),
-        "clip": ("`gradient_clip_val=0.1`", of_model(Clipped)),
-        "manual": ("manual optimization, two optimizers", of_model(TwoOptimizers)),
-        "checkpoint": ("gradient checkpointing", of_model(Checkpointed)),
-        "checkpoint-reentrant": ("gradient checkpointing, reentrant", of_model(ReentrantCheckpointed)),
-        "loaders": ("two training and two validation dataloaders", several_loaders),
+        "bf16": ("AMP: `precision='bf16-mixed'`", of_model(MODELS["AMP bf16"])),
+        "bf16-true": ("`precision='bf16-true'`", of_model(ODD["TrulyHalf"])),
+        "accumulate": ("`accumulate_grad_batches=3`", of_model(MODELS["accumulation"])),
+        "clip": ("`gradient_clip_val=0.1`", of_model(MODELS["clipping"])),
+        "manual": ("manual optimization, two optimizers", of_model(MODELS["manual optimization with two optimizers"])),
+        "checkpoint": ("gradient checkpointing", of_model(MODELS["checkpoint"])),
+        "checkpoint-reentrant": ("gradient checkpointing, reentrant", of_model(MODELS["reentrant checkpoint"])),
+        "loaders": ("two training and two validation dataloaders", of_model(ODD["SeveralLoaders"])),
         "stages": ("validate, fit with validation, test, predict", stages),
         "tuner": ("`Tuner.lr_find`, then fit", tuner),
         "resume": ("fit, and a second from its checkpoint", resumed),
@@ -164,7 +119,7 @@ def main(name: str, directory: Path, recorders: Iterable[str]) -> dict[str, Any]
     """Run one feature bare and with each recorder; give what was found."""
     _, program = FEATURES[name]
     bare = program(directory / "bare", {})
-    found: dict[str, Any] = {"same": True, "errors": [], "unavailable": [], "windows": 0, "pages": 0}
+    found = nothing_found()
     for recorder in recorders:
         ours = program(directory / recorder, RECORDERS[recorder]())
         same = len(ours) == len(bare) and all(
@@ -172,22 +127,8 @@ def main(name: str, directory: Path, recorders: Iterable[str]) -> dict[str, Any]
         )
         found["same"] = found["same"] and same
         for run in sorted(path.parent for path in (directory / recorder).rglob("manifest.rank00000.jsonl")):
-            judge(run, found)
+            add_run(run, found)
     return found
-
-
-def judge(run: Path, found: dict[str, Any]) -> None:
-    """Add what a run directory says, and whether its page can be made."""
-    rows = manifest(run)
-    found["errors"] += [f"{row['collector']}: {row['exception']}" for row in rows if row["kind"] == "error"]
-    left_out = {f"{row['collector']}: {row['reason']}" for row in rows if row["kind"] == "unavailable"}
-    found["unavailable"] = sorted({*found["unavailable"], *left_out})
-    found["windows"] += sum(row["kind"] == "window" and row["event"] != "open" for row in rows)
-    command = [sys.executable, "-m", "lightning_memprof", "show", str(run)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    if shown.returncode != 0:
-        found["errors"].append(f"show: {shown.stderr.strip()[-200:]}")
-    found["pages"] += shown.returncode == 0
 
 
 if __name__ == "__main__":

@@ -25,8 +25,12 @@ NEEDED: Final = (
 )  # fmt: skip
 # Tests of parts that know no torch.
 TESTS: Final = (
-    "tests/unit/analysis",
+    "tests/unit/account",
     "tests/unit/artifacts",
+    "tests/unit/compare",
+    "tests/unit/judge",
+    "tests/unit/read",
+    "tests/unit/timeline",
     "tests/unit/test_schedule.py",
     "tests/unit/test_units.py",
 )

@@ -20,8 +20,6 @@ class Verdict(Enum):
     RAN = "ran"
     REFUSED = "refused in one line"
     IN_PART = "ran in part"
-    DIFFERS = "differs"
-    FAILS = "fails with both"
     UNTESTED = "untested"
     RED = "**RED**"
 

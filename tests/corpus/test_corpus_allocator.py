@@ -6,17 +6,17 @@ from itertools import pairwise
 
 import pytest
 
+from allocator import segments
 from corpus_files import recorded_file
 from lightning_memprof.account.snapshot.replay import Replay, replay
 from lightning_memprof.estimation import requests
-from lightning_memprof.estimation.allocator import Block, CachingAllocator
+from lightning_memprof.estimation.allocator import FREE, LIVE, Block, CachingAllocator
 from lightning_memprof.estimation.requests import Requests
 from lightning_memprof.read.snapshot.reader import ALLOCATED, Segment, read_snapshot
 from lightning_memprof.units import MIB
 
 pytestmark = pytest.mark.corpus
 
-LIVE, FREE = 0, 1
 FROM_NOTHING = "snap_cs336_silmont/mem_snapshot"
 RECORDED = [
     FROM_NOTHING,
@@ -43,7 +43,7 @@ def beginning(ring: Replay) -> tuple[CachingAllocator, dict[int, Block]]:
     for segment in ring.snapshot.segments:
         if segment.address not in new:
             blocks = restored(allocator, segment, lives)
-            live |= {block.address: block for block in blocks if block.is_live}
+            live |= {block.address: block for block in blocks if block.state == LIVE}
     return allocator, live
 
 
@@ -64,7 +64,7 @@ def restored(allocator: CachingAllocator, segment: Segment, lives: list[tuple[in
     for before, after in pairwise(blocks):
         before.after, after.before = after, before
     for block in blocks:
-        if block.is_live:
+        if block.state == LIVE:
             allocator.allocated_bytes += block.size
         else:
             pool.insert(block)
@@ -83,7 +83,7 @@ def test_every_recorded_allocation_is_placed_where_the_device_placed_it(name):
             assert block.address == event.address
         elif event.action == "free_completed":
             allocator.free(live.pop(event.address))
-    found = {(block.address, block.size, block.is_live) for blocks in allocator.segments() for block in blocks}
+    found = {(block.address, block.size, block.state == LIVE) for blocks in segments(allocator) for block in blocks}
     assert found == {
         (block.address, block.size, block.state == ALLOCATED)
         for segment in ring.snapshot.segments
@@ -99,4 +99,5 @@ def test_a_history_from_the_first_request_on_reserves_what_the_device_reserved()
             numbers[event.address] = made.allocate(event.size, event.stream)
         elif event.action == "free_completed":
             made.free(numbers.pop(event.address))
-    assert requests.replay(made).reserved_bytes == ring.snapshot.reserved_bytes == 3606 * MIB
+    assert requests.replay(made, allocator := CachingAllocator())
+    assert allocator.peak_reserved_bytes == ring.snapshot.reserved_bytes == 3606 * MIB

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from corpus_files import SNAPSHOTS, recorded_file, reference_figures
-from lightning_memprof.account.memory.block_lives import live_by_kind, lives_of_replay
+from lightning_memprof.account.memory.blocks import live_by_kind, replayed_blocks
 from lightning_memprof.account.snapshot.replay import replay
-from lightning_memprof.account.trace.device import device_timeline
+from lightning_memprof.account.trace.table import device_timeline
 from lightning_memprof.read.snapshot.reader import read_snapshot
 
 pytestmark = pytest.mark.corpus
@@ -18,7 +18,7 @@ def test_the_blocks_of_a_recorded_snapshot_add_up_to_its_peak(path: Path):
     snapshot = read_snapshot(path)
     for device in snapshot.devices:
         ring = replay(snapshot, device)
-        _, live = live_by_kind(lives_of_replay(ring))
+        _, live = live_by_kind(replayed_blocks(ring))
         assert max(map(sum, zip(*live.values(), strict=True))) == ring.peak_requested_bytes
 
 

@@ -114,22 +114,6 @@ def test_tensor_cores_are_missed_where_they_are_and_are_not_used() -> None:
         assert "tensor_cores_unused" not in found(name)
 
 
-def test_layouts_that_change_at_each_convolution_are_many_small_kernels() -> None:
-    finding = found("tl_mi300_resnet_ddp_rank0of8")["many_small_kernels"]
-    assert "channels_last" in finding.next_steps[0]
-    assert "many_small_kernels" not in found("hta_ns_resolution")
-
-
-def test_dense_recordings_of_small_models_say_how_far_to_believe_them() -> None:
-    assert "with_stack" in found("tl_h100_bert")["recording_overhead"].numbers["recorded_with"]
-    assert "recording_overhead" not in found("hta_ns_resolution")
-
-
-@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.parent.name)
-def test_none_of_them_is_a_host_that_calls_tiny_operators(path: Path) -> None:
-    assert "many_small_operators" not in {finding.rule for finding in findings_of(path)}
-
-
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.parent.name)
 def test_every_finding_is_whole_and_points_into_its_trace(path: Path) -> None:
     for finding in findings_of(path):

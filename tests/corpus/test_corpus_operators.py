@@ -6,7 +6,8 @@ import pytest
 
 from corpus_files import TRACES
 from lightning_memprof.account.trace.operators import TableOptions, operator_table
-from lightning_memprof.read.trace.events import read_trace
+from lightning_memprof.read.trace.events import full_events
+from lightning_memprof.read.trace.text import TraceText
 
 pytestmark = pytest.mark.corpus
 
@@ -28,8 +29,8 @@ def test_every_recorded_trace_gives_a_table(trace, by_shapes):
 
 
 def test_every_recorded_trace_is_read_in_small_pieces(trace):
-    reader = read_trace(trace)
-    sizes = [len(batch) for batch in reader.batches()]
+    reader = TraceText(trace)
+    sizes = [len(batch) for batch in reader.pieces(full_events)]
     assert sum(sizes) > 20
     assert max(sizes) < 30_000
     assert reader.metadata

@@ -24,13 +24,8 @@ DEFAULT = "expandable_segments:False"
 CONFIGURATIONS = [
     "expandable_segments:False",
     "expandable_segments:False,max_split_size_mb:32",
-    "expandable_segments:False,max_split_size_mb:20,max_non_split_rounding_mb:40",
-    "expandable_segments:False,roundup_power2_divisions:4",
-    "expandable_segments:False,roundup_power2_divisions:[4:2,16:8,>:1]",
-    "expandable_segments:False,roundup_power2_divisions:[>:2]",
-    "expandable_segments:False,garbage_collection_threshold:0.6",
     "expandable_segments:True",
-    "expandable_segments:True,max_split_size_mb:32,roundup_power2_divisions:8",
+    "expandable_segments:True,max_split_size_mb:32",
 ]
 SEEDS, LENGTHS = st.integers(0, 2**32), st.integers(1, 400)
 EXAMPLES = settings(

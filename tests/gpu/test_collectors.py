@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import pickle
 import pickletools
 import time
@@ -21,7 +19,6 @@ from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.clock import AcceleratorTimer, device_timer
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory, start_memory_history
 from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats
-from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.capture.named_snapshots import NamedSnapshots
 from lightning_memprof.capture.session import Session
@@ -212,15 +209,6 @@ def test_a_history_that_was_started_early_holds_the_model(cuda: torch.device, ru
     snapshot = pickle.loads(path.read_bytes())  # noqa: S301 our own
     sizes = {event["size"] for trace in snapshot["device_traces"] for event in trace}
     assert early.nbytes in sizes
-
-
-def test_the_trace_holds_the_devices_kernels(cuda: torch.device, run: RunContext, tmp_path: Path) -> None:
-    with session(run, Schedule(), [OperatorTrace(record_shapes=True)]) as made:
-        drive(made, range(6), training_step(made, run))
-    run.sink.drain()
-    (path,) = tmp_path.glob("*.pt.trace.json.gz")
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    assert "kernel" in {event.get("cat") for event in events}
 
 
 def test_named_snapshots_have_the_allocators_statistics(cuda: torch.device, tmp_path: Path) -> None:

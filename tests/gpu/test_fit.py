@@ -65,14 +65,3 @@ def test_both_clocks_are_in_the_pulse(tmp_path: Path) -> None:
     peaks = [row["device_peak_bytes"] for row in rows if row["device_peak_bytes"] is not None]
     assert peaks
     assert min(peaks) > 0
-
-
-def test_the_training_is_bit_identical(tmp_path: Path) -> None:
-    weights = []
-    for name in ("with", "bare"):
-        model = Perceptron()
-        callbacks = [recorder()] if name == "with" else []
-        trainer(tmp_path / name, *callbacks, accelerator="gpu").fit(model, loader())
-        weights.append([parameter.detach().cpu() for parameter in model.parameters()])
-    for ours, bare in zip(*weights, strict=True):
-        assert torch.equal(ours, bare)

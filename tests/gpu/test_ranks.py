@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranks import launch
+from ranks import trained
 from recorded_rows import read_series
 from training import only_run, rows_of
 
@@ -22,8 +22,8 @@ def test_each_rank_records_its_own_device(tmp_path: Path, monkeypatch: pytest.Mo
     if "FAKE" not in torch.cuda.get_device_name(0) and torch.cuda.device_count() < 2:
         pytest.skip("two ranks need two devices")
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
-    codes = launch("replicated_ranks.py", tmp_path / "ours", "gpu", world=2)
-    assert codes == [0, 0], "".join((tmp_path / f"ours/out{rank}").read_text()[-3000:] for rank in (0, 1))
+    recording = "schedule=Schedule(wait=1, warmup=1, active=2), collectors=[ModuleMemory(), 'default']"
+    trained(tmp_path / "ours", "ddp", recording, "gpu=yes")
     run = only_run(tmp_path / "ours")
     for rank in (0, 1):
         assert rows_of(run, "error", rank) == rows_of(run, "unavailable", rank) == []

@@ -20,7 +20,7 @@ from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Outp
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.collectors import HookTimings, Pulse
 from lightning_memprof.read.run.load import load_run
-from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+from training import Perceptron, Raises, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -209,27 +209,6 @@ def test_gradient_accumulation_puts_a_hook_in_each_phase_that_it_interrupts(tmp_
     assert total_ms(rank, "Hooked.on_before_backward", "optimizer") >= 4 * 2
 
 
-def test_manual_optimization_with_two_optimizers_counts_both(tmp_path: Path) -> None:
-    class Manual(Perceptron):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.parameters(), 0.01), torch.optim.Adam(self.parameters(), 0.01)]
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-                self.manual_backward(self.loss(batch))
-                optimizer.step()
-
-    trainer(tmp_path, recorder()).fit(Manual(), loader(8))
-    rank = lead(only_run(tmp_path))
-    assert_sums(rank)
-    assert counts(rank)["optimizer_step"] == counts(rank)["backward"] == 6 * 2
-
-
 def test_a_fit_inside_a_fit_counts_its_own_actions_only(tmp_path: Path) -> None:
     class Outer(Perceptron):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -252,15 +231,9 @@ def test_a_fit_inside_a_fit_counts_its_own_actions_only(tmp_path: Path) -> None:
 
 
 def test_an_exception_leaves_the_totals_and_nothing_of_ours(tmp_path: Path) -> None:
-    class Failing(Perceptron):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 6:
-                raise RuntimeError("mine")
-            return self.loss(batch)
-
     methods, before = (CSVLogger.log_metrics, _EvaluationLoop.run), list(gc.callbacks)
     with pytest.raises(RuntimeError, match="mine"):
-        trainer(tmp_path, recorder(), Slow()).fit(Failing(), loader(8))
+        trainer(tmp_path, recorder(), Slow()).fit(Raises(RuntimeError("mine"), 6), loader(8))
     assert (CSVLogger.log_metrics, _EvaluationLoop.run) == methods
     assert gc.callbacks == before
     run = only_run(tmp_path)
@@ -269,21 +242,6 @@ def test_an_exception_leaves_the_totals_and_nothing_of_ours(tmp_path: Path) -> N
     assert {row.steps for row in rank.actions if not row.in_window} == {5}
     assert "memprofiler/actions.rank00000.jsonl" in [row["path"] for row in rows_of(run, "artifact")]
     assert manifest(run)[-1]["status"] == "exception"
-
-
-def test_a_trainer_is_pickled_and_copied_in_a_step_as_before(tmp_path: Path) -> None:
-    class Copying(Perceptron):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 5:
-                logger = copy.deepcopy(self.trainer.logger)
-                assert type(logger).log_metrics is CSVLogger.log_metrics
-                assert "log_metrics" not in vars(logger)
-                assert not vars(self.trainer.fit_loop.epoch_loop.val_loop).keys() & {"run"}
-                pickle.dumps(self.trainer.logger)
-            return self.loss(batch)
-
-    trainer(tmp_path, recorder()).fit(Copying(), loader(7))
-    assert_sums(lead(only_run(tmp_path)))
 
 
 def test_a_run_without_the_file_has_no_actions_and_no_stalls(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def kept(row: dict[str, Any]) -> str:
     return NUMBER.sub("", json.dumps(simple, sort_keys=True))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_the_rows_are_the_same(tmp_path: Path, kind: str) -> None:

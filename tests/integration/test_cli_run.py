@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -90,63 +89,12 @@ def finished(process, given=b""):
     return process.returncode, out, err
 
 
-def test_the_programs_exit_code_is_ours(command, script):
-    assert finished(command(script("raise SystemExit(3)"))) == (3, b"", b"")
-
-
 def test_the_programs_uncaught_exception_is_shown_by_python_itself(command, script):
     status, out, err = finished(command(script("raise ValueError('mine')")))
     assert (status, out) == (1, b"")
     assert err.startswith(b"Traceback")
     assert err.endswith(b"ValueError: mine\n")
     assert b"lightning_memprof" not in err
-
-
-def test_a_signal_ends_the_program_as_it_would_without_us(command, script):
-    process = command(script("import time\nprint('ready', flush=True)\ntime.sleep(600)"))
-    assert process.stdout.readline() == b"ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert finished(process) == (-signal.SIGTERM, b"", b"")
-
-
-def test_the_programs_own_signal_handler_is_called(command, script):
-    process = command(
-        script(
-            """
-            import signal, sys, time
-            signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
-            print("ready", flush=True)
-            time.sleep(600)
-            """
-        )
-    )
-    assert process.stdout.readline() == b"ready\n"
-    process.send_signal(signal.SIGUSR1)
-    assert finished(process) == (7, b"", b"")
-
-
-def test_ctrl_c_reaches_the_program_as_a_keyboard_interrupt(command, script):
-    process = command(
-        script(
-            """
-            import signal, sys, time
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts without it
-            try:
-                print("ready", flush=True)
-                time.sleep(600)
-            except KeyboardInterrupt:
-                sys.exit(8)
-            """
-        )
-    )
-    assert process.stdout.readline() == b"ready\n"
-    process.send_signal(signal.SIGINT)
-    assert finished(process) == (8, b"", b"")
-
-
-def test_the_programs_bytes_go_out_as_it_writes_them(command, script):
-    writes = "import sys\nsys.stdout.buffer.write(bytes(range(256)))\nsys.stderr.buffer.write(b'\\xff\\r\\n')"
-    assert finished(command(script(writes))) == (0, bytes(range(256)), b"\xff\r\n")
 
 
 def test_arguments_input_and_process_are_the_programs_own(command, script, tmp_path):

@@ -10,18 +10,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from msgspec.structs import asdict
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.collectors import HostMemory, Pulse, SavedTensors
 from lightning_memprof.units import MIB
-from ranks import launch
-from recorded_rows import read_pulse, read_series
+from recorded_rows import read_pulse
 from training import Package, Perceptron, loader, manifest, only_run, rows_of, trainer
 
 MS = 1_000_000
@@ -43,13 +42,10 @@ class Logged(Perceptron):
         return loss
 
 
-def callback(**output: Any) -> MemProfilerCallback:
+def callback() -> MemProfilerCallback:
     light = [Pulse(), HostMemory(), SavedTensors()]
-    return MemProfilerCallback(
-        schedule=Schedule(wait=4, warmup=1, active=2, repeat=2),
-        collectors=light,
-        output=OutputOptions(**{"summary": False, "curves": True, "on_error": "raise", **output}),
-    )
+    output = OutputOptions(summary=False, curves=True, on_error="raise")
+    return MemProfilerCallback(Schedule(wait=4, warmup=1, active=2, repeat=2), light, output=output)
 
 
 def table(directory: Path) -> CSVLogger:
@@ -72,7 +68,7 @@ def events(directory: Path) -> EventAccumulator:
 
 
 def pulse_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [dict(row) for row in read_pulse(run / f"pulse.rank{rank:05d}.csv")]
+    return [asdict(row) for row in read_pulse(run / f"pulse.rank{rank:05d}.csv")]
 
 
 def curves(directory: Path) -> dict[str, Curve]:
@@ -113,64 +109,21 @@ def rank_file(directory: Path, rank: int = 0) -> Path:
     return only_run(directory) / f"tb/rank{rank}"
 
 
-def test_a_rank_s_file_has_each_step_of_the_pulse(filed: Path) -> None:
-    pulse = pulse_of(only_run(filed))
-    drawn = curves(rank_file(filed))
-    for tag, (column, scale) in OF_PULSE.items():
-        expected = [(row["global_step"], row[column] / scale) for row in pulse if row[column] is not None]
-        assert [step for step, _ in drawn[tag]] == [step for step, _ in expected]
-        assert [value for _, value in drawn[tag]] == pytest.approx([value for _, value in expected], rel=1e-6)
-    assert len(drawn["memprof/step_time_ms"]) == STEPS
-
-
-def test_each_window_has_a_point_with_its_largest_values(filed: Path) -> None:
-    run = only_run(filed)
-    pulse = {row["step"]: row for row in pulse_of(run)}
-    drawn = curves(rank_file(filed))
-    closed = [row for row in rows_of(run, "window") if row["event"] == "close"]
-    assert len(closed) == 2
-    for index, row in enumerate(closed):
-        assert len(row["steps"]) == 2
-        held = [row for row in read_series(run / f"window{index:03d}/rank00000.host.jsonl") if row["recorded"]]
-        saved = read_series(run / f"window{index:03d}/rank00000.saved_tensors.jsonl")
-        expected = {
-            "memprof_windows/step_time_ms": max(pulse[step]["duration_ns"] for step in row["steps"]) / MS,
-            "memprof_windows/data_wait_ms": max(pulse[step]["data_wait_ns"] for step in row["steps"]) / MS,
-            "memprof_windows/rss_mib": max(row["rss_bytes"] for row in held) / MIB,
-            "memprof_windows/activation_mib": max(
-                row["activation_bytes"] for row in saved if row["recorded"] and "activation_bytes" in row
-            ) / MIB,
-        }  # fmt: skip
-        for tag, value in expected.items():
-            step, point = drawn[tag][index]
-            assert step == row["steps"][-1]
-            assert point == pytest.approx(value, rel=1e-6), tag
-
-
-def test_every_logger_gets_the_largest_of_each_stretch_of_steps(fitted: Path) -> None:
-    pulse = pulse_of(only_run(fitted))
-    drawn = curves(fitted / "log")
-    for tag, (column, scale) in OF_PULSE.items():
-        ends = [step for step, _ in drawn[tag]]
-        assert 2 <= len(ends) <= STEPS // EVERY
-        assert ends[-1] == STEPS - 1
-        for (begin, end), (_, value) in zip(pairwise([-1, *ends]), drawn[tag], strict=True):
-            inside = [row[column] for row in pulse if begin < row["global_step"] <= end and row[column] is not None]
-            assert value == pytest.approx(max(inside) / scale, rel=1e-6)
-    rows = rows_logged(fitted)
-    for tag in drawn:
-        told = {int(row["step"]): float(row[tag]) for row in rows if row.get(tag)}
-        assert told == pytest.approx(dict(drawn[tag]), rel=1e-6)
-
-
-def test_every_logger_gets_the_points_of_windows(fitted: Path, filed: Path) -> None:
-    tags = {tag for tag in curves(rank_file(filed)) if tag.startswith("memprof_windows/")}
-    for directory in (fitted, filed):
-        closed = [row for row in rows_of(only_run(directory), "window") if row["event"] == "close"]
-        ends = [row["steps"][-1] for row in closed]
-        for tag in tags:
-            assert [int(row["step"]) for row in rows_logged(directory) if row.get(tag)] == ends
-    assert {tag for tag in curves(fitted / "log") if tag.startswith("memprof_windows/")} == tags
+def test_every_logger_and_the_file_get_the_largest_of_each_stretch_of_steps(fitted: Path, filed: Path) -> None:
+    for directory, read in ((fitted, fitted / "log"), (filed, rank_file(filed))):
+        pulse = pulse_of(only_run(directory))
+        drawn = curves(read)
+        for tag, (column, scale) in OF_PULSE.items():
+            ends = [step for step, _ in drawn[tag]]
+            assert 2 <= len(ends) <= STEPS // EVERY
+            assert ends[-1] == STEPS - 1
+            for (begin, end), (_, value) in zip(pairwise([-1, *ends]), drawn[tag], strict=True):
+                inside = [row[column] for row in pulse if begin < row["global_step"] <= end and row[column] is not None]
+                assert value == pytest.approx(max(inside) / scale, rel=1e-6)
+        rows = rows_logged(directory)
+        for tag in drawn:
+            told = {int(row["step"]): float(row[tag]) for row in rows if row.get(tag)}
+            assert told == pytest.approx(dict(drawn[tag]), rel=1e-6)
 
 
 def test_tensorboard_shows_each_curve_of_a_rank_once(fitted: Path, filed: Path) -> None:
@@ -215,21 +168,9 @@ def test_one_dashboard_is_laid_out_and_each_of_its_charts_finds_a_curve(filed: P
 
 def test_the_manifest_lists_the_file(filed: Path) -> None:
     (row,) = [row for row in rows_of(only_run(filed), "artifact") if row["collector"] == "curves"]
-    assert row["path"] == "memprofiler/tb/rank0/events.out.tfevents.rank00000"
-    assert row["size_bytes"] == (rank_file(filed) / "events.out.tfevents.rank00000").stat().st_size
-
-
-def test_training_is_the_same_to_the_last_bit_with_curves(fitted: Path, tmp_path: Path) -> None:
-    def outcome(directory: Path, *callbacks: pl.Callback) -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        model = Logged()
-        training = trainer(directory, *callbacks, logger=loggers(directory))
-        training.fit(model, loader(70))
-        return [*model.state_dict().values(), training.callback_metrics["loss"], torch.get_rng_state()]
-
-    bare, drawn = outcome(tmp_path / "bare"), outcome(tmp_path / "drawn", callback())
-    assert len(curves(tmp_path / "drawn/log")) > 3
-    assert all(torch.equal(expected, other) for expected, other in zip(bare, drawn, strict=True))
+    (file,) = rank_file(filed).iterdir()
+    assert row["path"] == f"memprofiler/tb/rank0/{file.name}"
+    assert row["size_bytes"] == file.stat().st_size
 
 
 @pytest.mark.parametrize("has_logger", [False, True])
@@ -237,7 +178,7 @@ def test_a_training_without_a_logger_has_a_file(tmp_path: Path, has_logger: bool
     logger = package.loggers.logger.DummyLogger() if has_logger else False
     training = package.trainer(tmp_path, callback(), default_root_dir=tmp_path, logger=logger)
     training.fit(package.Perceptron(), loader(3))
-    assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 3
+    assert max(step for step, _ in curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 2
 
 
 def test_validation_alone_has_no_curves(tmp_path: Path) -> None:
@@ -249,7 +190,7 @@ def test_validation_alone_has_no_curves(tmp_path: Path) -> None:
 def test_a_logger_that_logs_no_steps_gets_no_curves(tmp_path: Path) -> None:
     trainer(tmp_path, callback(), logger=loggers(tmp_path), log_every_n_steps=0).fit(Logged(), loader(70))
     assert not [tag for tag in curves(tmp_path / "log") if tag.startswith("memprof")]
-    assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 70
+    assert max(step for step, _ in curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 69
 
 
 def test_a_logger_that_fails_is_reported_once_and_the_others_continue(
@@ -295,8 +236,9 @@ def test_a_slow_logger_is_asked_less_often(tmp_path: Path) -> None:
     slow = Slow(tmp_path, name="", version="slow")
     only = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(summary=False, curves=True))
     trainer(tmp_path, only, logger=slow).fit(Perceptron(), loader(64 * 8))
-    # The first step, the window and the steps around it, and the rest at the end; the pulse is written nine times.
-    assert slow.seconds == pytest.approx(4 * 0.3)
+    # The first step, later ones, and the rest at the end; the pulse is written nine times. It is asked again where the
+    # steps take a minute.
+    assert 3 <= round(slow.seconds / 0.3) < 9
 
 
 class TwoOptimizers(Logged):
@@ -339,18 +281,6 @@ def test_what_a_failed_training_had_drawn_is_there(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no"):
         trainer(tmp_path, callback(), logger=table(tmp_path)).fit(Failing(), loader(STEPS))
-    assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 81
+    assert max(step for step, _ in curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 80
     assert max(int(row["step"]) for row in rows_logged(tmp_path) if row["memprof/step_time_ms"]) == 80
     assert [row["collector"] for row in manifest(only_run(tmp_path)) if row["kind"] == "artifact"].count("curves") == 1
-
-
-def test_each_rank_has_its_own_file_and_the_logger_is_rank_zero_s(tmp_path: Path) -> None:
-    assert launch("two_ranks.py", tmp_path / "run", "curves", world=2) == [0, 0]
-    run = only_run(tmp_path / "run")
-    for rank in range(2):
-        durations = [row["duration_ns"] / MS for row in pulse_of(run, rank)]
-        drawn = [value for _, value in curves(run / f"tb/rank{rank}")["memprof/step_time_ms"]]
-        assert drawn == pytest.approx(durations, rel=1e-6)
-    with (tmp_path / "run/log/metrics.csv").open() as file:
-        longest = [float(row["memprof/step_time_ms"]) for row in csv.DictReader(file) if row["memprof/step_time_ms"]]
-    assert max(longest) == pytest.approx(max(row["duration_ns"] for row in pulse_of(run)) / MS, rel=1e-6)

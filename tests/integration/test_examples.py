@@ -12,7 +12,7 @@ from lightning_memprof import MemProfilerCallback, Schedule, load_run
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.html import render_document
-from lightning_memprof.report.printers.json import document_to_json
+from lightning_memprof.report.printers.json import encode
 from lightning_memprof.report.printers.markdown import to_markdown
 from lightning_memprof.report.printers.text import full_page, plain
 from lightning_memprof.report.view import run_view
@@ -57,9 +57,9 @@ def test_the_table_is_in_every_format(tmp_path: Path) -> None:
     view = run_view(load_run(make_run(tmp_path)))
     section = example("disk_use").disk_use_section(view)
     document = Document(title="a run", kind="run", sections=[section])
-    terminal = plain(full_page(document, 100, ascii_only=True))
-    for page in (terminal, to_markdown(document, is_full=True), render_document(document, {})):
+    terminal = plain(full_page(document, 100))
+    for page in (terminal, to_markdown(document, is_full=True), render_document(document)):
         assert "Disk space by collector" in page
         assert "operator_trace" in page
-    rows = json.dumps(document_to_json(document))
+    rows = json.dumps(encode(document))
     assert "operator_trace" in rows

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from lightning_memprof import MemProfilerCallback
-from lightning_memprof.capture.tracker.collectors import FSDPMemory
-from lightning_memprof.errors import ConfigError
-from ranks import launch
+from ranks import launch, trained
 from recorded_rows import read_series
-from training import Perceptron, loader, only_run, rows_of, trainer
+from training import only_run, rows_of
 
 
-def train(directory: Path, *options: str, world: int = 2) -> list[dict[str, Any]]:
-    """Train with FSDPMemory in step 2; give what each rank says of itself."""
-    codes = launch("sharded_ranks.py", directory, *options, world=world)
-    assert codes == [0] * world, "".join((directory / f"out{rank}").read_text()[-3000:] for rank in range(world))
-    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(world)]
+def recording(options: str = "", root: str = "net") -> str:
+    """Return arguments of a callback that records step 2 with FSDPMemory."""
+    collector = f"FSDPMemory(depth=3, units='B', root_module={root!r}{options})"
+    return f"schedule=Schedule(wait=1, warmup=1, active=2), collectors=[{collector}]"
 
 
+MODULES = "schedule=Schedule(wait=1, warmup=1, active=2), collectors=[ModuleMemory()]"
 Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What the ranks say of a fit without us."""
-    return train(tmp_path_factory.mktemp("bare") / "run", "bare")
+    return trained(tmp_path_factory.mktemp("bare") / "run", "fsdp2")
 
 
-@pytest.fixture(scope="module", params=["", "group"])
+@pytest.fixture(scope="module", params=["fsdp2", pytest.param("fsdp2-group", marks=pytest.mark.extended)])
 def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ranks]:
     """A run directory and what its ranks say; two modules are sharded each for itself, or as one group."""
     directory = tmp_path_factory.mktemp("ours") / "run"
-    ranks = train(directory, *filter(None, [request.param]))
+    ranks = trained(directory, request.param, recording())
     return only_run(directory), ranks
 
 
@@ -66,30 +61,27 @@ def test_training_is_the_same_to_the_last_bit_and_fsdps_hooks_are_back(ours: tup
         assert rows_of(run, "error", rank) == rows_of(run, "unavailable", rank) == []
 
 
-def test_each_rank_has_its_log_and_the_same_figures_as_yaml(ours: tuple[Path, Ranks]) -> None:
+def test_each_rank_has_its_log_with_the_figures_of_the_series(ours: tuple[Path, Ranks]) -> None:
     run, _ = ours
     for rank in (0, 1):
         text = (run / f"fsdp_mem_rank_{rank}_training_step_3.log").read_text()
         assert "Module:  FSDPSequential" in text
         assert "After Post-Backward" in text
-        stats = yaml.safe_load((run / f"rank_{rank}_fsdp_memory_stats.yaml").read_text())
-        (entry,) = stats.values()
-        assert list(stats) == [f"{rank}.training_step.3"]
-        assert entry["root_module"] == "model"
-        assert entry["peak"]["cpu"]["Sharded Param"] == figures(run, rank, "peak")["parameter"]
-        assert f"{entry['peak']['cpu']['Total']} B" in text
+        peak = figures(run, rank, "peak")
+        assert f"Sharded Param: {peak['parameter']} B" in text
+        assert f"Total: {sum(peak.values())} B" in text
 
 
 def test_forward_and_backward_are_in_it_and_all_that_is_sharded_is_told_apart(ours: tuple[Path, Ranks]) -> None:
     run, _ = ours
     rows = [row for row in read_series(run / "window000/rank00000.fsdp_memory.jsonl") if row["kind"] == "module"]
     states = {(row["module"], row["state"]): row["categories"] for row in rows}
-    assert {"model", "model.0"} <= {module for module, _ in states} <= {"model", "model.0", "model.2"}
+    assert {"net", "net.0"} <= {module for module, _ in states} <= {"net", "net.0", "net.2"}
     # Weight and bias of the first layer at least, whole, on top of what the root holds in its forward.
     first = 4 * (8 * 16 + 16)
-    before, after = states["model.0", "before_pre_forward"], states["model.0", "after_pre_forward"]
+    before, after = states["net.0", "before_pre_forward"], states["net.0", "after_pre_forward"]
     assert after["unsharded_parameter"] - before["unsharded_parameter"] >= first
-    assert states["model.0", "before_post_backward"]["unsharded_gradient"] >= first
+    assert states["net.0", "before_post_backward"]["unsharded_gradient"] >= first
     # torch 2.15 frees the buffer of the previous all-gather: there is none at the peak.
     assert max(categories["all_gather"] for categories in states.values()) > 0
     assert figures(run, 0, "end")["gradient"] >= figures(run, 0, "end")["parameter"]
@@ -97,17 +89,19 @@ def test_forward_and_backward_are_in_it_and_all_that_is_sharded_is_told_apart(ou
 
 
 def test_module_memory_counts_this_ranks_shards(tmp_path: Path) -> None:
-    (facts, _) = train(tmp_path / "ours", "modules")
+    (facts, _) = trained(tmp_path / "ours", "fsdp2", MODULES)
     run = only_run(tmp_path / "ours")
     assert sum(figures(run, rank, "end", "module_memory")["parameter"] for rank in (0, 1)) == facts["parameter_bytes"]
 
 
-@pytest.mark.parametrize("modules", [(), ("modules",)])
+@pytest.mark.parametrize(
+    ("collector", "how"),
+    [("fsdp_memory", recording()), pytest.param("module_memory", MODULES, marks=pytest.mark.extended)],
+)
 def test_a_checkpointed_model_is_recorded_and_trains_the_same(
-    tmp_path: Path, bare: Ranks, modules: tuple[str, ...]
+    tmp_path: Path, bare: Ranks, collector: str, how: str
 ) -> None:
-    collector = "module_memory" if modules else "fsdp_memory"
-    said = train(tmp_path / "ours", "checkpoint", *modules)
+    said = trained(tmp_path / "ours", "fsdp2-checkpointed", how)
     run = only_run(tmp_path / "ours")
     for rank in (0, 1):
         # What is computed again has the same bits.
@@ -120,7 +114,7 @@ def test_a_checkpointed_model_is_recorded_and_trains_the_same(
 
 
 def test_one_process_holds_the_whole_and_writes_tables_if_asked(tmp_path: Path) -> None:
-    (facts,) = train(tmp_path / "ours", "tabulate", world=1)
+    (facts,) = trained(tmp_path / "ours", "fsdp2", recording(", tabulate=True"), world=1)
     run = only_run(tmp_path / "ours")
     found = figures(run, 0, "end")
     assert found["parameter"] == found["gradient"] == facts["parameter_bytes"]
@@ -130,15 +124,9 @@ def test_one_process_holds_the_whole_and_writes_tables_if_asked(tmp_path: Path) 
 
 
 def test_a_root_that_is_not_there_is_the_users_error_before_the_first_step(tmp_path: Path) -> None:
-    assert launch("sharded_ranks.py", tmp_path / "ours", "root=nope", world=1) == [1]
+    assert launch("fitted_ranks.py", tmp_path / "ours", "fsdp2", recording(root="nope"), world=1) == [1]
     said = (tmp_path / "ours/out0").read_text()
     assert "ConfigError: FSDPMemory(root_module='nope'): the model has no such module" in said
-    assert "sharded modules: 'model', 'model.0'" in said
+    assert "sharded modules: 'net', 'net.0'" in said
     (end,) = rows_of(only_run(tmp_path / "ours"), "end")
     assert (end["status"], end["steps"]) == ("exception", 0)
-
-
-def test_without_fully_shard_it_is_refused_with_the_reason(tmp_path: Path) -> None:
-    training = trainer(tmp_path, MemProfilerCallback(collectors=[FSDPMemory()]))
-    with pytest.raises(ConfigError, match="SingleDeviceStrategy does not use fully_shard"):
-        training.fit(Perceptron(), loader())

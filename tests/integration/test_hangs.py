@@ -14,7 +14,7 @@ import pytest
 from lightning_memprof import load_run
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.values import words_text
-from ports import free_port
+from ranks import launch
 from training import only_run
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -40,33 +40,10 @@ def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path, f
 
 
 @pytest.mark.timeout(300)
-def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path, forked: None) -> None:
-    document = page(tmp_path, "hanging.py", 2)
-    assert document.rule == "hang"
-    assert document.verdict.startswith("Step 3 does not end on rank 1: stuck in forward at hanging.py:")
-    # It waits in backward; when the hanging rank is killed, it raises there.
-    assert re.search(r"rank 0 (raised \w+ )?in backward of step 3", words_text(document.why))
-    assert "(all_reduce Float[" in words_text(document.why)
-    (section,) = [section for section in document.sections if section.id == "hangs"]
-    (table,) = section.parts
-    assert len(table.rows) == 2
-
-
-@pytest.mark.timeout(300)
-def test_all_ranks_end_with_one_exit_code_where_that_is_asked_for(tmp_path: Path, forked: None) -> None:
-    port = str(free_port())
-    started = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    started |= {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / "hanging.py"), str(tmp_path), "2", "abort"],
-            env=started | {"LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    messages = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [75, 75]
-    for rank, message in enumerate(messages):
+def test_all_ranks_end_with_one_exit_code_where_that_is_asked_for(tmp_path: Path) -> None:
+    assert launch("hanging.py", tmp_path / "run", "2", "abort", world=2) == [75, 75]
+    for rank in range(2):
+        message = (tmp_path / f"run/out{rank}").read_text()
         assert f"memprof: a step does not end: rank {rank} ends with exit code 75" in message
     document = load_run(only_run(tmp_path)).document()
     assert document.verdict.startswith("Step 3 does not end on rank 1: stuck in forward at hanging.py:")
@@ -74,6 +51,7 @@ def test_all_ranks_end_with_one_exit_code_where_that_is_asked_for(tmp_path: Path
     assert len(section.parts[0].rows) == 2
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

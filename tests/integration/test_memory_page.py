@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.cuda._memory_viz
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.account.memory.report import NO_OPTIMIZER_STEP
+from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import ModuleMemory, Pulse, SavedTensors
+from lightning_memprof.read.snapshot.reader import read_snapshot
 from training import Perceptron, loader, trainer
 
 if TYPE_CHECKING:
@@ -51,6 +55,16 @@ def test_the_two_lines_of_the_readme_fill_the_page(tmp_path: Path, capsys: pytes
     found = {(site["operator"], site["module"], site["phase"], site["bytes"]) for site in memory["sites"]}
     assert ("aten::mm", "net.0", "backward", 4 * 8 * 16) in found
     assert memory["functions"]["training_step"]["calls"] == 2
+    out = tmp_path / "out.pickle"
+    assert main(["export", str(tmp_path / "log"), "--to", "memory_viz", "-o", str(out)]) == 0
+    ring = replay(read_snapshot(out))
+    assert ring.peak_requested_bytes == allocations["peak_bytes"]
+    assert {frame.name for frames in ring.snapshot.stacks for frame in frames} >= {"aten::addmm", "net.0"}
+    # What torch itself makes of it.
+    with out.open("rb") as stream:
+        written = pickle.load(stream)  # noqa: S301 written above
+    assert f"{len(written['device_traces'][0])} entries" in torch.cuda._memory_viz.trace(written)
+    assert torch.cuda._memory_viz.segsum(written)
 
 
 def test_a_tracked_step_gives_every_category_of_its_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,11 +89,3 @@ def test_before_the_first_optimizer_step_its_state_is_not_available(
     assert memory["unknown"]["optimizer_state"] == NO_OPTIMIZER_STEP.format(step=memory["step"])
     known = [size for size in memory["peak_bytes"].values() if size is not None]
     assert sum(known) == memory["total_bytes"]
-
-
-def test_the_page_on_the_terminal_has_its_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    memory_of(tmp_path, capsys, MemProfilerCallback(), profiler="fts_extended")
-    assert main(["show", str(tmp_path / "log"), "--all"]) == 0
-    page = capsys.readouterr().out
-    for title in ("Peak by category", "Live bytes", "Saved activations", "Allocation sites at the peak", "Mean change"):
-        assert f"\n{title}" in page

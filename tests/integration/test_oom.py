@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import pickle
 import subprocess
@@ -10,27 +9,24 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from corpus_files import recorded_file, reference_figures
 from fake_devices import FakeCuda
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.collectors import Pulse
-from lightning_memprof.integration import context as run_context
+from lightning_memprof.integration import attachment
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.snapshot.restricted_pickle import read_pickle
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import GIB, MIB
-from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+from training import Perceptron, Raises, loader, manifest, only_run, program, rows_of, trainer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
 
@@ -89,7 +85,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     def context(**facts: Any) -> RunContext:
         return RunContext(**{**facts, "device": torch.device("cuda:0")})
 
-    monkeypatch.setattr(run_context, "RunContext", context)
+    monkeypatch.setattr(attachment, "RunContext", context)
     with FakeCuda().installed() as fake:
         yield fake
 
@@ -140,15 +136,6 @@ def test_the_holders_are_named_by_line_and_module_and_add_up(cuda: FakeCuda, tmp
     assert len(found["remedies"]) == 3
     assert "net.1 and net.3" in found["remedies"][0]["text"]
     assert document["verdict"]["rule"] == "out_of_memory"
-
-
-def test_the_same_training_that_does_not_run_out_of_memory_has_no_such_finding(cuda: FakeCuda, tmp_path: Path) -> None:
-    never = 1_000
-    trainer(tmp_path, recorder(history="always")).fit(Fills(cuda, never), loader())
-    document = to_json(run_view(load_run(tmp_path)))
-    assert rows_of(only_run(tmp_path), "oom") == []
-    assert not document["oom"]
-    assert "out_of_memory" not in {finding["rule"] for finding in document["findings"]}
 
 
 @pytest.mark.parametrize(("step", "window"), [(1, None), (4, 0)])
@@ -214,95 +201,18 @@ def test_an_error_that_the_program_catches_changes_nothing_and_is_on_the_page(
     assert "ran out of memory 1 time, last in step 5" in page
 
 
-def test_without_the_collector_nothing_is_watched(cuda: FakeCuda, tmp_path: Path) -> None:
-    callback = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(on_error="raise"))
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer(tmp_path, callback).fit(Fills(cuda, 2), loader())
-    assert cuda.observers == []
-    assert rows_of(only_run(tmp_path), "oom") == []
-
-
 def test_the_profiler_alone_explains_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Ends(Perceptron):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 5:
-                raise MemoryError
-            return super().training_step(batch, batch_idx)
-
     with pytest.raises(MemoryError):
-        trainer(tmp_path, profiler="fts_extended").fit(Ends(), loader())
+        trainer(tmp_path, profiler="fts_extended").fit(Raises(MemoryError(), 5), loader())
     (row,) = rows_of(only_run(tmp_path), "oom")
     assert (row["step"], row["ended_run"]) == (5, True)
     assert "out of memory on the host (rank 0), step 5" in " ".join(capsys.readouterr().err.split())
 
 
-def replayed() -> dict[str, Any]:
-    """A fragmented device: 60 blocks of a GiB, a quarter of a GiB unused behind each."""
-    blocks: list[dict[str, Any]] = []
-    address = 0x7F0000000000
-    stack = [{"filename": "/home/me/train.py", "line": 12, "name": "forward"}]
-    for _ in range(60):
-        for size, state in ((GIB, "active_allocated"), (GIB // 4, "inactive")):
-            blocks.append({"address": address, "size": size, "requested_size": size, "state": state, "frames": stack})
-            address += size
-    total = sum(block["size"] for block in blocks)
-    segment = {
-        "device": 0, "address": 0x7F0000000000, "total_size": total, "allocated_size": 60 * GIB,
-        "active_size": 60 * GIB, "requested_size": 60 * GIB, "stream": 0, "segment_type": "large",
-        "segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "blocks": blocks,
-    }  # fmt: skip
-    ring = [
-        {"action": "alloc", "addr": block["address"], "size": GIB, "stream": 0, "time_us": n, "frames": stack}
-        for n, block in enumerate(blocks[::2])
-    ]
-    return {"segments": [segment], "device_traces": [ring], "allocator_settings": {}}
-
-
-def test_a_ring_that_is_replayed_by_the_device_is_understood(
-    cuda: FakeCuda, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cuda.snapshot = replayed()
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer(tmp_path, recorder()).fit(Fills(cuda, 5, asked=12 * GIB), loader())
-    (found,) = to_json(run_view(load_run(tmp_path)))["oom"]
-    assert (found["cause"], found["memory"]["unused_bytes"]) == ("fragmented", 15 * GIB)
-    assert found["memory"]["largest_free_bytes"] == GIB // 4
-    assert found["by_stack"] == [
-        {"name": "/home/me/train.py(12): forward", "detail": None, "bytes": 60 * GIB, "blocks": 60}
-    ]
-    assert "expandable_segments:True" in found["remedies"][0]["text"]
-    assert "fragmented: 15.0 GiB are reserved but unused" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.corpus
-def test_a_real_ring_that_is_replayed_by_the_device_is_understood(cuda: FakeCuda, tmp_path: Path) -> None:
-    path = recorded_file("snapshots/snap_cs336_wedson/medium_128_training.pickle.gz")
-    cuda.snapshot = read_pickle(gzip.decompress(path.read_bytes()), str(path))
-    cuda.total_bytes = 8 * GIB
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer(tmp_path, recorder()).fit(Fills(cuda, 5, asked=3 * GIB), loader())
-    device = reference_figures("snapshots")[f"{path.parent.name}/{path.name}"]["devices"]["0"]
-    (found,) = to_json(run_view(load_run(tmp_path)))["oom"]
-    assert (found["cause"], found["seen"], found["ended_run"]) == ("full", "observer", True)
-    memory = found["memory"]
-    assert (memory["allocated_bytes"], memory["reserved_bytes"]) == (device["allocated"], device["reserved"])
-    assert found["by_stack_note"] is None
-    for holders in (found["by_stack"], found["by_module"]):
-        assert sum(holder["bytes"] for holder in holders) == device["requested_live"]
-    names = [holder["name"] for holder in found["by_stack"]]
-    assert any(name.endswith("cs336_basics/optimizer.py(76): step") for name in names)
-    # Backward's threads have C++ frames in this ring: they name the node.
-    assert "AccumulateGrad" in names
-    assert len(found["remedies"]) == 3
-
-
 PROGRAM = """
-    import resource, sys
-    sys.path.insert(0, {support!r})
-    from pathlib import Path
+    import resource
     import torch
-    from lightning_memprof import MemProfilerCallback, Schedule
-    from training import Perceptron, loader, trainer
+    from lightning_memprof import MemProfilerCallback
 
     class Greedy(Perceptron):
         def training_step(self, batch, batch_idx):
@@ -311,9 +221,7 @@ PROGRAM = """
                 {ask}
             return super().training_step(batch, batch_idx)
 
-    soft = {limit}
-    if soft:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_AS, ({limit}, resource.getrlimit(resource.RLIMIT_AS)[1]))
     callbacks = [MemProfilerCallback()] if sys.argv[1] == "with" else []
     try:
         trainer(Path(sys.argv[1]), *callbacks).fit(Greedy(), loader())
@@ -339,10 +247,8 @@ def test_a_host_that_runs_out_of_memory_ends_with_the_same_exception_and_exit_co
     tmp_path: Path,
     run_program: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    support = str(Path(__file__).parents[1] / "support")
     # The address space of torch itself is some GiB large, resident or not.
-    program = dedent(PROGRAM).format(support=support, ask=ask, mib=100, limit=6 * GIB)
-    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "program.py").write_text(program(PROGRAM.format(ask=ask, mib=100, limit=6 * GIB)))
     bare, recorded = (run_program("program.py", how, OMP_NUM_THREADS="1") for how in ("without", "with"))
     assert recorded.returncode == bare.returncode == 1, recorded.stderr[-3000:]
     assert recorded.stdout.splitlines()[-1] == bare.stdout.splitlines()[-1]
@@ -365,13 +271,10 @@ def test_a_host_that_runs_out_of_memory_ends_with_the_same_exception_and_exit_co
 
 
 SMALL_OBJECTS = """
-    import resource, sys
-    sys.path.insert(0, {support!r})
-    from pathlib import Path
+    import resource
     import psutil
     from lightning_memprof import MemProfilerCallback
     from lightning_memprof.collectors import OOMAutopsy, Pulse
-    from training import Perceptron, loader, trainer
 
     class Hoards(Perceptron):
         def training_step(self, batch, batch_idx):
@@ -395,8 +298,7 @@ SMALL_OBJECTS = """
 def test_where_small_objects_took_the_last_byte_there_is_room_to_say_so(
     tmp_path: Path, run_program: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    support = str(Path(__file__).parents[1] / "support")
-    (tmp_path / "program.py").write_text(dedent(SMALL_OBJECTS).format(support=support))
+    (tmp_path / "program.py").write_text(program(SMALL_OBJECTS))
     done = run_program("program.py", OMP_NUM_THREADS="1")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "MemoryError"), done.stderr[-3000:]
     (row,) = rows_of(only_run(tmp_path / "run"), "oom")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 import signal
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,22 +19,20 @@ from lightning.pytorch.profilers import Profiler
 
 from lightning_memprof import (
     Collector,
-    ConfigError,
     ExtendedPyTorchProfiler,
     MemProfilerCallback,
     OutputOptions,
     Schedule,
 )
+from lightning_memprof.capture.base import no_training_step
 from lightning_memprof.capture.collectors.oom import OomWatch
 from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from lightning_memprof.schedule import Action
 from recorded_rows import read_pulse
-from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+from training import Perceptron, Raises, loader, manifest, only_run, program, rows_of, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def warning(**options: Any) -> MemProfilerCallback:
@@ -100,11 +95,8 @@ def test_two_trainings_in_two_threads_record_one_trace_at_a_time(
     tmp_path: Path, run_python: Callable[..., Any]
 ) -> None:
     (tmp_path / "two.py").write_text(
-        dedent(f"""
-        import sys, threading
-        sys.path.insert(0, {str(SUPPORT)!r})
-        from pathlib import Path
-        from training import Perceptron, loader, trainer
+        program("""
+        import threading
         from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 
         def fit(name):
@@ -122,46 +114,9 @@ def test_two_trainings_in_two_threads_record_one_trace_at_a_time(
         assert manifest(tmp_path / name / "log/memprofiler")[-1]["steps"] == 30
 
 
-def test_a_callback_that_fails_in_on_exception_before_ours_does_not_crash_the_end_of_the_program(
-    tmp_path: Path, run_python: Callable[..., Any]
-) -> None:
-    (tmp_path / "failing.py").write_text(
-        dedent(f"""
-        import sys
-        sys.path.insert(0, {str(SUPPORT)!r})
-        from pathlib import Path
-        from lightning.pytorch import Callback
-        from training import Perceptron, loader, trainer
-        from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-
-        class Failing(Callback):
-            def on_train_batch_end(self, trainer, *_):
-                if trainer.global_step == 6:
-                    raise ValueError("of the program")
-
-            def on_exception(self, *_):
-                raise RuntimeError("of another callback")
-
-        ours = MemProfilerCallback(schedule=Schedule(wait=1, active=100), output=OutputOptions(summary=False))
-        try:
-            trainer(Path("run"), Failing(), ours).fit(Perceptron(), loader(30))
-        except RuntimeError:
-            print("caught")
-        """)
-    )
-    done = run_python("failing.py")
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "caught"), done.stderr[-2000:]
-
-
 def test_ctrl_c_during_the_autopsy_of_a_failed_training_saves_the_open_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(Perceptron):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 6:
-                raise MemoryError
-            return self.loss(batch)
-
     def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -169,7 +124,7 @@ def test_ctrl_c_during_the_autopsy_of_a_failed_training_saves_the_open_window(
     ours = MemProfilerCallback(schedule=Schedule(wait=1, active=20), output=OutputOptions(summary=False))
     terminate = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path, ours).fit(Failing(), loader())
+        trainer(tmp_path, ours).fit(Raises(MemoryError(), 6), loader())
     # Lightning's own stays.
     signal.signal(signal.SIGTERM, terminate)
     assert not torch.autograd._profiler_enabled()
@@ -194,23 +149,6 @@ def test_actions_of_other_threads_are_left_to_the_profiler(tmp_path: Path) -> No
     run = only_run(tmp_path)
     assert rows_of(run, "error") == []
     assert len(list(run.parent.glob("*.pt.trace.json.gz"))) == 1
-
-
-def test_a_model_pickled_copied_or_scripted_inside_a_window_takes_nothing_of_ours_along(tmp_path: Path) -> None:
-    copies: list[torch.nn.Module] = []
-
-    class Keeping(Perceptron):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 2:
-                again = pickle.loads(pickle.dumps(self.net))  # noqa: S301 our own
-                copies.extend((copy.deepcopy(self.net), again))
-                torch.jit.script(self.net)
-            return self.loss(batch)
-
-    trainer(tmp_path, warning()).fit(Keeping(), loader())
-    hooks = [module._forward_hooks or module._forward_pre_hooks for copied in copies for module in copied.modules()]
-    assert len(hooks) == 10
-    assert not any(hooks)
 
 
 def test_a_lazy_model_trains(tmp_path: Path) -> None:
@@ -243,18 +181,6 @@ def test_a_schedule_that_fails_later_ends_the_recording_and_not_the_training(tmp
     run = only_run(tmp_path)
     assert [row["collector"] for row in rows_of(run, "error")] == ["session"]
     assert len(read_pulse(run / "pulse.rank00000.csv")) == 4
-
-
-def test_a_schedule_function_is_asked_once_a_step_and_never_ahead(tmp_path: Path) -> None:
-    asked: list[int] = []
-
-    def counting(step: int) -> Action:
-        asked.append(step)
-        return Action.NONE
-
-    trainer(tmp_path, warning(schedule=counting)).fit(Perceptron(), loader(6))
-    assert asked[-6:] == list(range(6))
-    assert set(asked[:-6]) == {0}
 
 
 class Hostile(Collector):
@@ -334,14 +260,8 @@ def test_an_exception_whose_text_fails_still_arrives(tmp_path: Path) -> None:
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
-    class Failing(Perceptron):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 2:
-                raise SilentError
-            return self.loss(batch)
-
     with pytest.raises(SilentError):
-        trainer(tmp_path, warning()).fit(Failing(), loader())
+        trainer(tmp_path, warning()).fit(Raises(SilentError(), 2), loader())
     assert manifest(only_run(tmp_path))[-1]["exception"] == "SilentError"
 
 
@@ -359,11 +279,8 @@ def test_a_closed_pipe_costs_the_page_and_not_the_rest_of_the_program(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     (tmp_path / "train.py").write_text(
-        dedent(f"""
-        import sys, time
-        sys.path.insert(0, {str(SUPPORT)!r})
-        from pathlib import Path
-        from training import Perceptron, loader, trainer
+        program("""
+        import time
         from lightning_memprof import MemProfilerCallback
         trainer(Path("."), MemProfilerCallback()).fit(Perceptron(), loader())
         Path("after").touch()
@@ -377,21 +294,6 @@ def test_a_closed_pipe_costs_the_page_and_not_the_rest_of_the_program(
     process.stdout.close()
     process.wait(120)
     assert (tmp_path / "after").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"collectors": HostMemory()}, "must be a list"),
-        ({"ranks": 0}, "ranks=0"),
-        ({"schedule": Schedule.__class__}, "schedule="),
-        ({"schedule": lambda: None}, "fails for step 0"),
-        ({"collectors": [HostMemory(), HostMemory()]}, "host more than once"),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        MemProfilerCallback(**options)
 
 
 def test_a_profiler_that_hides_its_actions_changes_nothing_for_the_training(
@@ -414,81 +316,6 @@ def test_a_profiler_that_hides_its_actions_changes_nothing_for_the_training(
     assert any("were recorded: Hiding" in row["message"] for row in rows_of(only_run(tmp_path), "note"))
 
 
-class Actions(Profiler):
-    """Counts the actions of every step by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def start(self, action_name: str) -> None:
-        self.seen.append(action_name)
-
-    def stop(self, action_name: str) -> None:
-        pass
-
-
-BATCH_HOOKS = (
-    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step",
-)  # fmt: skip
-
-
-class OfBatches(Collector):
-    """Listens to the batches of a window."""
-
-    name = "of_batches"
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-
-    @contextmanager
-    def record(self, run: Any, window: Any) -> Iterator[None]:
-        with run.training.listen(batch=self.batches.append):
-            yield None
-
-
-def test_lightning_calls_the_hooks_of_a_batch_only_where_something_listens(tmp_path: Path) -> None:
-    ours, actions = OfBatches(), Actions()
-    callback = MemProfilerCallback(
-        collectors=[Pulse(), ours],
-        schedule=Schedule(wait=2, warmup=0, active=2, repeat=1),
-        output=OutputOptions(summary=False, on_error="raise"),
-    )
-    during: list[tuple[set[str], set[str]]] = []
-
-    class Copied(Perceptron):
-        def on_train_batch_end(self, *_: Any) -> None:
-            state = callback.__getstate__()
-            during.append((set(BATCH_HOOKS) & vars(callback).keys(), set(BATCH_HOOKS) & state.keys()))
-
-    made = trainer(tmp_path, callback, profiler=actions, max_steps=6)
-    made.fit(Copied(), loader(6))
-    assert len(ours.batches) == 2
-    prefix = "[Callback]MemProfilerCallback."
-    called = [name.removeprefix(prefix) for name in actions.seen if name.startswith(prefix)]
-    assert [name for name in called if name in BATCH_HOOKS] == ["on_train_batch_start"] * 2
-    quiet, window = set(BATCH_HOOKS), set(BATCH_HOOKS) - {"on_train_batch_start"}
-    assert during == [(quiet, set()), (quiet, set()), (window, set()), (window, set()), (quiet, set()), (quiet, set())]
-    assert not set(BATCH_HOOKS) & vars(callback).keys()
-
-
-def test_a_hook_that_a_subclass_or_the_program_adds_is_called(tmp_path: Path) -> None:
-    class Counting(MemProfilerCallback):
-        ends = 0
-
-        def on_train_batch_end(self, *values: Any) -> None:
-            super().on_train_batch_end(*values)
-            self.ends += 1
-
-    callback = Counting(collectors=[Pulse()], output=OutputOptions(summary=False, on_error="raise"))
-    seen: list[Any] = []
-    vars(callback)["on_after_backward"] = lambda *values: seen.append(values)
-    trainer(tmp_path, callback, max_steps=4).fit(Perceptron(), loader(4))
-    assert callback.ends == len(seen) == 4
-    assert vars(callback)["on_after_backward"] is not None
-
-
 def test_a_callback_that_passes_its_hooks_on_keeps_all_of_them(tmp_path: Path) -> None:
     inner = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(summary=False, on_error="raise"))
 
@@ -504,3 +331,28 @@ def test_a_callback_that_passes_its_hooks_on_keeps_all_of_them(tmp_path: Path) -
 
     trainer(tmp_path, Forwarding(), max_steps=4).fit(Perceptron(), loader(4))
     assert [row["step"] for row in read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")] == [0, 1, 2, 3]
+
+
+class OfTrainingSteps(Collector):
+    """Available in a fit only."""
+
+    name = "of_training_steps"
+
+    def unavailable(self, run: Any) -> str | None:
+        return no_training_step(run)
+
+    @contextmanager
+    def record(self, run: Any, window: Any) -> Iterator[None]:
+        yield None
+
+
+def test_what_was_asked_for_a_fit_does_not_stop_the_test_after_it(tmp_path: Path) -> None:
+    ours = warning(schedule=Schedule(wait=0, warmup=1, active=1), collectors=[OfTrainingSteps()])
+    made = trainer(tmp_path, ours)
+    model = Perceptron()
+    made.fit(model, loader(4))
+    assert ours.run_directory is not None
+    assert rows_of(ours.run_directory, "unavailable") == []
+    made.test(model, loader(4), verbose=False)
+    (row,) = rows_of(ours.run_directory, "unavailable")
+    assert (row["collector"], row["reason"]) == ("of_training_steps", "test has no training step")

@@ -6,19 +6,16 @@ import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.profilers import SimpleProfiler
 
+from every_collector import every_collector
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.collectors import ModuleMemory, ModuleRss
-from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+from training import Perceptron, loader, manifest, only_run, program, rows_of, trainer
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
 pytestmark = pytest.mark.slow
 
 
@@ -27,14 +24,10 @@ def test_workers_that_unpickle_the_trainer_start_in_every_epoch_and_validation(
     tmp_path: Path, run_python: Callable[..., Any], method: str
 ) -> None:
     (tmp_path / "spawning.py").write_text(
-        dedent(f"""
-        import sys
-        sys.path.insert(0, {str(SUPPORT)!r})
-        from pathlib import Path
+        program(f"""
         import torch
         from lightning.pytorch import LightningDataModule
         from torch.utils.data import DataLoader, Sampler
-        from training import Perceptron, trainer
         from lightning_memprof import MemProfilerCallback, Schedule
 
         class Order(Sampler):
@@ -50,12 +43,12 @@ def test_workers_that_unpickle_the_trainer_start_in_every_epoch_and_validation(
                 return torch.stack(items)
             def start(self, worker):
                 assert self.trainer is not None
-            def loader(self):
+            def batches(self):
                 return DataLoader(
                     torch.randn(16, 8), batch_size=4, sampler=Order(self), num_workers=1,
                     multiprocessing_context={method!r}, collate_fn=self.collate, worker_init_fn=self.start,
                 )
-            train_dataloader = val_dataloader = loader
+            train_dataloader = val_dataloader = batches
 
         if __name__ == "__main__":
             # The window is open while the workers of the validation and of the second epoch start.
@@ -74,7 +67,7 @@ def test_workers_that_unpickle_the_trainer_start_in_every_epoch_and_validation(
 
 
 class Copying(Perceptron):
-    """Copies and pickles its Trainer in each step."""
+    """Copies and pickles its Trainer, and with it itself and its logger, in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,8 +77,14 @@ class Copying(Perceptron):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         for copied in (copy.deepcopy(self.trainer), pickle.loads(pickle.dumps(self.trainer))):  # noqa: S301 our own
             profiler = copied.profiler
-            self.attributes += [set(vars(profiler)), set(vars(copied.lightning_module)), set(vars(copied.fit_loop))]
+            model: Any = copied.lightning_module
+            loop = copied.fit_loop
+            validation, logger = loop.epoch_loop.val_loop, copied.logger
+            self.attributes += [set(vars(profiler)), *(set(vars(each)) for each in (model, loop, validation, logger))]
             assert type(profiler).profile.__get__(profiler) == profiler.profile
+            assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+            assert torch.equal(model.eval().loss(batch), model.loss(batch))
+        torch.jit.script(self.net)
         return super().training_step(batch, batch_idx)
 
 
@@ -97,15 +96,15 @@ def test_a_trainer_is_copied_and_pickled_in_and_outside_of_windows_with_its_own_
     trainer(tmp_path / "bare", profiler="simple" if profiler == "simple" else None).fit(bare, loader(6))
     callback = MemProfilerCallback(
         schedule=Schedule(wait=1, warmup=1, active=2),
-        collectors=["default", ModuleMemory(), ModuleRss()],
+        collectors=every_collector(),
         output=OutputOptions(summary=False, on_error="raise"),
     )
     trainer(tmp_path / "ours", callback, profiler=profiler).fit(ours, loader(6))
     assert rows_of(only_run(tmp_path), "error") == []
     # The profiler of this package has attributes of its own.
-    step = 3 if profiler != "fts_extended" else 1
-    assert [names for index, names in enumerate(bare.attributes) if step == 3 or index % 3] == [
-        names for index, names in enumerate(ours.attributes) if step == 3 or index % 3
+    is_own = profiler == "fts_extended"
+    assert [names for index, names in enumerate(bare.attributes) if index % 5 or not is_own] == [
+        names for index, names in enumerate(ours.attributes) if index % 5 or not is_own
     ]
 
 
@@ -125,19 +124,3 @@ def test_a_compiled_method_of_the_model_is_copied_as_the_program_made_it(tmp_pat
     callback = MemProfilerCallback(schedule=Schedule(wait=1, active=2), output=OutputOptions(summary=False))
     trainer(tmp_path, callback).fit(model, loader(4))
     assert all(getattr(each, "__code__", None) is own.__code__ for each in model.seen[1::2])
-
-
-def test_the_pickle_of_a_profiler_needs_nothing_of_ours(tmp_path: Path) -> None:
-    class Pickling(pl.Callback):
-        def __init__(self) -> None:
-            self.pickles: list[bytes] = []
-
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            trainer.profiler._lightning_module = None
-            self.pickles.append(pickle.dumps(trainer.profiler))
-
-    pickling = Pickling()
-    callback = MemProfilerCallback(schedule=Schedule(wait=1, active=1), output=OutputOptions(summary=False))
-    trainer(tmp_path, callback, pickling, profiler=SimpleProfiler()).fit(Perceptron(), loader(4))
-    assert len(pickling.pickles) == 4
-    assert not any(b"lightning_memprof" in each for each in pickling.pickles)

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+# A script: its directory is on the path while it runs.
+sys.path.append(str(Path(__file__).parents[1] / "torture"))
+
+from power_cut import record
+
 from crash_judge import judge
 from file_operations import Photograph, State, crashes, lost_data
 
-SUPPORT = Path(__file__).parents[1] / "support"
+pytestmark = pytest.mark.extended
 # Prime, so that it meets operations of every kind.
 EVERY = 17
 
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> list[Photograph]:
-    directory = tmp_path_factory.mktemp("recorded")
-    subprocess.run(
-        [sys.executable, str(SUPPORT / "recorded_fit.py"), str(directory / "fit"), str(directory / "out"), "2"],
-        env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, timeout=150, check=True,
-    )  # fmt: skip
-    found: list[Photograph] = pickle.loads((directory / "out").read_bytes())  # noqa: S301 written just now
-    return found
+    return record(tmp_path_factory.mktemp("recorded"), 2)
 
 
 @pytest.fixture

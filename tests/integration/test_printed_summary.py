@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.collectors import Pulse
-from training import Perceptron, loader, trainer
+from training import Perceptron, Raises, loader, trainer
 
 STAGES = ("fit", "validate", "test", "predict")
 
@@ -42,19 +41,6 @@ def forms(printed: str) -> list[str]:
     found = {"page": [line for line in lines if line.startswith("verdict")]}
     found["line"] = [line for line in lines if line.startswith("memprof: ") and "lightning-memprof show" in line]
     return [name for line in lines for name, these in found.items() if line in these]
-
-
-class Ends(Perceptron):
-    """Raises in its third step."""
-
-    def __init__(self, exception: BaseException) -> None:
-        super().__init__()
-        self.exception = exception
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 2:
-            raise self.exception
-        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +83,7 @@ def test_an_exception_and_ctrl_c_print_the_page_to_standard_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], exception: BaseException, raised: Any
 ) -> None:
     with pytest.raises(raised) as caught:
-        trainer(tmp_path, recorder()).fit(Ends(exception), loader(6))
+        trainer(tmp_path, recorder()).fit(Raises(exception, 2), loader(6))
     assert exception in (caught.value, caught.value.__context__)
     printed = capsys.readouterr()
     assert forms(printed.out) == []
@@ -116,4 +102,4 @@ def test_a_standard_error_that_takes_nothing_leaves_the_exception(
     closed.close()
     monkeypatch.setattr("sys.stderr", closed)
     with pytest.raises(ValueError, match="mine"):
-        trainer(tmp_path, recorder()).fit(Ends(ValueError("mine")), loader(6))
+        trainer(tmp_path, recorder()).fit(Raises(ValueError("mine"), 2), loader(6))

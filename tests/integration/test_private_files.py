@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import wait_until
+
 SUPPORT = Path(__file__).parents[1] / "support"
 # None of them is a word that a run has otherwise.
 SECRETS = {
@@ -63,9 +65,7 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
 
 
 def _wait_for(page: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not page.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(page.exists)
     assert page.exists(), sorted(page.parent.iterdir())
     # Its process has something to do after the page, and must be gone before the directory goes.
     time.sleep(0.5)

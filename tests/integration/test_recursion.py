@@ -19,7 +19,6 @@ from lightning_memprof.collectors import (
     FunctionMemory,
     GarbageCollection,
     ModuleMemory,
-    ModuleRss,
     Throughput,
     UserHooks,
 )
@@ -30,8 +29,8 @@ from training import loader, only_run, rows_of, trainer
 STEPS: Final = 5
 IN_WINDOW: Final = 2
 LEVELS: Final = 40
-# Of wrappers around the whole step: two of HookTimings, one of FunctionMemory.
-DEFAULT_FRAMES: Final = 3
+# Of wrappers around the whole step: two of HookTimings, one of FunctionMemory; and the hook of the innermost module.
+DEFAULT_FRAMES: Final = 4
 # Besides, for one call: dispatch modes, global module hooks and saved-tensor hooks, which run in C++.
 ALL_FRAMES: Final = 12
 HOOKS: Final = UserHooks(pre_forward=[lambda *_: None], post_forward=[lambda *_: None])
@@ -161,27 +160,34 @@ def recording(directory: Path, collectors: Sequence[Any] | None) -> MemProfilerC
     )
 
 
-EVERY: Final = (
-    "default", ModuleRss(), ModuleMemory(), Throughput(flops=True),
-    FunctionMemory(saved_tensors_hooks=True, user_hooks=HOOKS),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("has_hooks", [False, True])
-@pytest.mark.parametrize(("collectors", "frames"), [(None, DEFAULT_FRAMES), (EVERY, ALL_FRAMES)])
-def test_the_deepest_forward_that_trains_without_the_profiler_trains_with_it(
-    collectors: Sequence[Any] | None, frames: int, has_hooks: bool, tmp_path: Path
-) -> None:
-    most = deepest(tmp_path, has_hooks=has_hooks) - frames
+def trained_alike(directory: Path, model: Callable[[], Deep], collectors: Sequence[Any] | None) -> Path:
+    """Check that the model trains as without the profiler, within the same limit; give its run."""
     limit = sys.getrecursionlimit()
-    bare = weights(tmp_path, Deep(most, has_hooks=has_hooks))
-    recorded = weights(tmp_path, Deep(most, has_hooks=has_hooks), recording(tmp_path, collectors))
+    bare = weights(directory, model())
+    recorded = weights(directory, model(), recording(directory, collectors))
     assert bare is not None
     assert recorded is not None
     assert all(map(torch.equal, bare, recorded))
     assert sys.getrecursionlimit() == limit
-    run = only_run(tmp_path)
+    run = only_run(directory)
     assert not rows_of(run, "error")
+    return run
+
+
+EVERY: Final = (
+    "default", ModuleMemory(), Throughput(flops=True),
+    FunctionMemory(saved_tensors_hooks=True, user_hooks=HOOKS),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("collectors", "frames", "has_hooks"), [(None, DEFAULT_FRAMES, False), (EVERY, ALL_FRAMES, True)]
+)
+def test_the_deepest_forward_that_trains_without_the_profiler_trains_with_it(
+    collectors: Sequence[Any] | None, frames: int, has_hooks: bool, tmp_path: Path
+) -> None:
+    most = deepest(tmp_path, has_hooks=has_hooks) - frames
+    run = trained_alike(tmp_path, lambda: Deep(most, has_hooks=has_hooks), collectors)
     assert not [row for row in rows_of(run, "unavailable") if "window" in row]
     # Each module of the deep step is recorded, and the model itself.
     saved = read_series(run / "window000/rank00000.saved_tensors.jsonl")
@@ -198,12 +204,7 @@ def test_what_a_program_calls_near_the_limit_changes_nothing(
     kind: type[Deep], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     most = deepest(tmp_path, kind) - DEFAULT_FRAMES
-    bare = weights(tmp_path, kind(most))
-    recorded = weights(tmp_path, kind(most), recording(tmp_path, None))
-    assert bare is not None
-    assert recorded is not None
-    assert all(map(torch.equal, bare, recorded))
-    assert not rows_of(only_run(tmp_path), "error")
+    trained_alike(tmp_path, lambda: kind(most), None)
     assert "Exception ignored" not in capfd.readouterr().err
 
 
@@ -211,15 +212,7 @@ def test_what_a_program_calls_near_the_limit_changes_nothing(
 def test_a_program_that_reaches_the_limit_gets_its_error_and_continues(
     collectors: Sequence[Any] | None, tmp_path: Path
 ) -> None:
-    limit = sys.getrecursionlimit()
-    bare = weights(tmp_path, Failing())
-    recorded = weights(tmp_path, Failing(), recording(tmp_path, collectors))
-    assert bare is not None
-    assert recorded is not None
-    assert all(map(torch.equal, bare, recorded))
-    assert sys.getrecursionlimit() == limit
-    run = only_run(tmp_path)
-    assert not rows_of(run, "error")
+    run = trained_alike(tmp_path, Failing, collectors)
     # An operator that cannot be followed leaves the figures of the tracker wrong. Whether one is first at the limit
     # depends on the frames below.
     missing = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable") if "window" in row}
@@ -230,13 +223,7 @@ def test_a_program_that_reaches_the_limit_gets_its_error_and_continues(
 def test_actions_and_collections_where_no_frame_is_left_are_not_recorded_and_the_others_are(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bare = weights(tmp_path, Probing(0))
-    recorded = weights(tmp_path, Probing(0), recording(tmp_path, ["default", GarbageCollection(cycles=True)]))
-    assert bare is not None
-    assert recorded is not None
-    assert all(map(torch.equal, bare, recorded))
-    run = only_run(tmp_path)
-    assert not rows_of(run, "error")
+    run = trained_alike(tmp_path, lambda: Probing(0), ["default", GarbageCollection()])
     assert [row["steps"] for row in rows_of(run, "window") if row["event"] == "close"] == [[IN_WINDOW, IN_WINDOW + 1]]
     actions = read_series(run / "window000/rank00000.hooks.jsonl")
     assert 0 < len([row for row in actions if row["action"] == "part"]) < 16

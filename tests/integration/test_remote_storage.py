@@ -18,15 +18,16 @@ from lightning.pytorch import Callback
 
 from fake_runs import make_run
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
-from lightning_memprof.artifacts import remote, upload
-from lightning_memprof.cli.show import show
+from lightning_memprof.artifacts import remote
+from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import HostMemory
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.integration import attachment
 from lightning_memprof.read.run.fetch import local_run
 from lightning_memprof.read.run.load import load_run
 from ranks import launch
 from s3 import BUCKET, S3Server, s3_server
-from training import Perceptron, loader, only_run, rows_of, trainer
+from training import Perceptron, Raises, loader, only_run, rows_of, trainer
 
 URL = "memory://bucket/exp"
 
@@ -39,8 +40,8 @@ def empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    # botocore's own attempts, each with a longer wait.
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    # botocore would draw its waits from Python's random numbers.
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "5")
     with s3_server(monkeypatch.setenv) as running:
         yield running
 
@@ -49,6 +50,12 @@ def fit(directory: Path, url: str, **output: Any) -> MemProfilerCallback:
     callback = MemProfilerCallback(output=OutputOptions(dirpath=url, summary=False, on_error="raise", **output))
     trainer(directory, callback, default_root_dir=str(directory)).fit(Perceptron(), loader(6))
     return callback
+
+
+def ranks(directory: Path, url: str, world: int) -> list[int]:
+    """Fit ranks that record two windows at a URL; give their exit codes."""
+    output = f"schedule=Schedule(repeat=2), output=OutputOptions(dirpath={url!r}, summary=False, on_error='raise')"
+    return launch("fitted_ranks.py", directory / "ranks", "ddp", output, world=world)
 
 
 def stored() -> list[str]:
@@ -73,17 +80,6 @@ def test_a_run_goes_to_its_url_whole_and_leaves_nothing_here(tmp_path: Path) -> 
         assert run.lead.facts.fields["root"] == URL
 
 
-def test_a_second_run_of_one_place_has_a_directory_of_its_own(tmp_path: Path) -> None:
-    fit(tmp_path, URL)
-    before = set(stored())
-    callback = fit(tmp_path, URL)
-    assert callback.run_location == f"{URL}/memprofiler-2"
-    assert before < set(stored())
-    with local_run(f"{URL}/memprofiler") as first, local_run(URL) as newest:
-        assert (first.path.name, newest.path.name) == ("memprofiler", "memprofiler-2")
-        assert load_run(newest.path).problems == ()
-
-
 def test_a_stage_other_than_fit_has_its_own_place(tmp_path: Path) -> None:
     callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, summary=False, on_error="raise"))
     trainer(tmp_path, callback, default_root_dir=str(tmp_path)).test(Perceptron(), loader(6), verbose=False)
@@ -94,15 +90,11 @@ def test_a_stage_other_than_fit_has_its_own_place(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_at_its_url_too(tmp_path: Path) -> None:
-    class Failing(Perceptron):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 5:
-                raise RuntimeError("on purpose")
-            return self.loss(batch)
-
     callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, summary=False))
     with pytest.raises(RuntimeError, match="on purpose"):
-        trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Failing(), loader(8))
+        trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(
+            Raises(RuntimeError("on purpose"), 5), loader(8)
+        )
     with local_run(URL) as found:
         assert load_run(found.path).lead.exception == "RuntimeError: on purpose"
     assert working_copies(tmp_path) == []
@@ -123,14 +115,14 @@ def test_the_summary_and_show_name_the_url_and_no_path_of_a_copy(
     callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, on_error="raise"))
     trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Perceptron(), loader(6))
     pages = [capsys.readouterr().out]
-    assert show(URL) == 0
+    assert main(["show", URL]) == 0
     pages.append(capsys.readouterr().out)
     for page in pages:
         assert f"lightning-memprof show {URL} --format json" in page
         assert f"lightning-memprof report {URL}" in page
         assert "uploads" not in page
         assert "/tmp/" not in page
-    assert show(URL, "json") == 0
+    assert main(["show", URL, "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["run"]["directory"] == f"{URL}/memprofiler"
     assert {artifact["file"].startswith(URL) for artifact in document["artifacts"]} == {True}
@@ -158,7 +150,6 @@ def test_a_place_that_cannot_be_written_is_recorded_here_instead(
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    monkeypatch.setattr(remote, "CLAIM_WAITS_S", (None,))
     with caplog.at_level(logging.WARNING):
         callback = fit(tmp_path, URL)
     assert callback.run_directory is not None
@@ -180,29 +171,25 @@ def test_files_that_cannot_be_copied_are_kept_and_the_run_says_so(
     assert load_run(run).problems == ()
     (row,) = rows_of(run, "error")
     assert row["collector"] == "upload"
-    assert f"files are not at {URL}: quota exceeded; they are in {run.parent}" in row["message"]
-    assert f"kept in {run.parent}" in caplog.text
+    assert f"files could not be copied to {URL} (quota exceeded): " in row["message"]
+    assert "memprofiler/pulse.rank00000.csv" in row["message"]
+    assert f"kept in {run.parent}" in row["message"]
+    assert row["message"] in caplog.text
 
 
 def test_ctrl_c_ends_a_program_whose_place_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(Perceptron):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 5:
-                raise KeyboardInterrupt
-            return self.loss(batch)
-
     gate = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(700))
-    monkeypatch.setattr(upload, "HURRY_S", 0.2)
+    monkeypatch.setattr(attachment, "HURRY_S", 0.2)
     callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, summary=False), collectors=[HostMemory()])
     started = time.monotonic()
     # Lightning ends the program, and ignores any further Ctrl-C before that.
     with pytest.raises(SystemExit):
-        trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Interrupted(), loader(8))
+        trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Raises(KeyboardInterrupt(), 5), loader(8))
     gate.set()
     assert time.monotonic() - started < 300
     (row,) = rows_of(only_run(tmp_path), "error")
-    assert re.match(rf"(1 file is|\d+ files are) not at {URL}: no answer", row["message"])
+    assert re.match(rf"\d+ files? could not be copied to {URL} \(no answer\)", row["message"])
 
 
 def test_a_trainers_url_with_a_password_is_recorded_here_without_it(
@@ -266,7 +253,7 @@ def test_two_ranks_write_to_s3_through_errors_and_cut_connections(
     faults = ["cut", "500", "cut", "500"]
     server.fault = lambda method, path: faults.pop() if faults and method == "PUT" and "window" in path else None
     url = f"s3://{BUCKET}/exp"
-    assert launch("remote_ranks.py", tmp_path / "ranks", url, world=2) == [0, 0]
+    assert ranks(tmp_path, url, world=2) == [0, 0]
     assert {wanted for wanted, _, _ in server.failed} == {"500", "cut"}
     assert faults == []
     assert working_copies(tmp_path / "ranks") == []
@@ -277,20 +264,19 @@ def test_two_ranks_write_to_s3_through_errors_and_cut_connections(
         ]  # fmt: skip
         assert run.problems == ()
         assert run.errors == ()
-    assert show(url) == 0
+    assert main(["show", url]) == 0
     assert f"lightning-memprof show {url} --format json" in capsys.readouterr().out
 
 
 def test_an_s3_server_that_dies_in_the_run_costs_neither_the_training_nor_the_files(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     server.fault = lambda method, path: "500" if method == "PUT" and "claim" not in path else None
-    assert launch("remote_ranks.py", tmp_path / "ranks", f"s3://{BUCKET}/exp", world=1) == [0]
+    assert ranks(tmp_path, f"s3://{BUCKET}/exp", world=1) == [0]
     run = only_run(tmp_path / "ranks")
     assert load_run(run).status == "finished"
     (row,) = rows_of(run, "error")
-    assert "files are not at s3://runs/exp" in row["message"]
+    assert "could not be copied to s3://runs/exp" in row["message"]
     assert f"kept in {run.parent}" in (tmp_path / "ranks/out0").read_text()
 
 

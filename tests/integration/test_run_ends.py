@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,11 +17,11 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimplePro
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.capture.torch_internals import _profiler_enabled
-from training import Perceptron, loader, manifest, only_run, trainer
+from lightning_memprof.collectors import AllocatorHistory
+from training import Perceptron, loader, manifest, only_run, program, trainer
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
 pytestmark = pytest.mark.slow
 
 
@@ -81,7 +80,7 @@ def left_behind() -> dict[str, Any]:
         "open": [
             name
             for link in Path("/proc/self/fd").iterdir()
-            if link.exists() and "memprofiler" in (name := str(link.readlink()))
+            if link.exists() and ("memprofiler" in (name := str(link.readlink())) or name.endswith("/statm"))
         ],
         "profiler": _profiler_enabled(),
     }
@@ -103,6 +102,13 @@ def test_a_run_ends_with_its_exception_where_another_callback_raises_in_on_excep
     assert left_behind() == {}
     end = manifest(only_run(tmp_path))[-1]
     assert (end["kind"], end["status"], end["exception"]) == ("end", "exception", "ValueError: of the program")
+
+
+def test_a_run_that_is_refused_leaves_nothing_open(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        trainer(tmp_path, recorder(collectors=[AllocatorHistory()])).fit(Perceptron(), loader())
+    assert left_behind() == {}
+    assert statuses(tmp_path) == ["exception"]
 
 
 def test_a_profiler_that_records_alone_ends_so_too(tmp_path: Path) -> None:
@@ -215,12 +221,9 @@ def test_a_run_without_an_action_of_its_end_is_ended_by_the_exit_of_its_process(
     tmp_path: Path, run_python: Callable[..., Any], leave: str
 ) -> None:
     (tmp_path / "leaving.py").write_text(
-        dedent(f"""
-        import os, sys
-        sys.path[:0] = [{str(SUPPORT)!r}, {str(Path(__file__).parent)!r}]
-        from pathlib import Path
+        program(f"""
+        import os
         from lightning.pytorch import Callback
-        from training import Perceptron, loader, trainer
         from lightning_memprof import MemProfilerCallback
 
         class Failing(Callback):
@@ -246,18 +249,15 @@ def test_a_run_without_an_action_of_its_end_is_ended_by_the_exit_of_its_process(
 
 def test_the_watch_for_hangs_ends_no_process_whose_run_is_over(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     (tmp_path / "waiting.py").write_text(
-        dedent(f"""
-        import sys, time
-        sys.path.insert(0, {str(SUPPORT)!r})
-        from pathlib import Path
+        program("""
+        import time
         from lightning.pytorch import Callback
-        from training import Perceptron, loader, trainer
         from lightning_memprof import MemProfilerCallback
         from lightning_memprof.collectors import Hangs
-        from lightning_memprof.integration.live_runs import Endings
+        from lightning_memprof.integration.attachment import Attachment
 
         # No action shows the end of this run.
-        Endings.handlers = lambda self: ({{}}, {{}})
+        Attachment._end_handlers = lambda self: ({}, {})
 
         class Notifying(Callback):
             def on_exception(self, *_):

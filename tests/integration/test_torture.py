@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,24 +20,18 @@ from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from training import Perceptron, loader, trainer
 
 TORTURE = Path(__file__).parents[1] / "torture"
-SUPPORT = Path(__file__).parents[1] / "support"
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, module_environment: dict[str, str]) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> list[dict[str, Any]]:
     told = tmp_path_factory.mktemp("torture") / "results.jsonl"
     done = subprocess.run(
         [sys.executable, str(TORTURE / "matrix.py"), "--quick", "--results", str(told)],
-        env=module_environment, capture_output=True, text=True, timeout=280, check=False,
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in told.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def module_environment() -> dict[str, str]:
-    ours = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
-    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def test_a_dozen_faults_change_no_training_and_lose_no_window(results: list[dict[str, Any]]) -> None:
@@ -49,22 +42,6 @@ def test_a_dozen_faults_change_no_training_and_lose_no_window(results: list[dict
     assert sum(result["lost"] for result in results) == 0
     # Every cell but the one before the first window has at least that one to lose.
     assert sum(result["windows"] for result in results) > 15
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--jobs", "0"], "--jobs 0: must be at least 1"),
-        (["--results", "none/file"], "--results none/file: there is no directory none"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_one_line(
-    arguments: list[str], said: str, tmp_path: Path, module_environment: dict[str, str]
-) -> None:
-    command = [sys.executable, str(TORTURE / "matrix.py"), "--quick", *arguments]
-    done = subprocess.run(command, env=module_environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith(said)
 
 
 def test_what_a_killed_process_leaves_half_done_is_named(results: list[dict[str, Any]]) -> None:
@@ -104,19 +81,21 @@ def other_bytes(directory: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"rss_bytes", b"rss_bytez"))
 
 
-def unlisted(directory: Path) -> None:
+def without_rows(directory: Path, word: str) -> None:
     path = directory / "log/memprofiler/manifest.rank00000.jsonl"
-    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if '"trace"' not in line))
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if word not in line))
+
+
+def unlisted(directory: Path) -> None:
+    without_rows(directory, '"trace"')
 
 
 def no_end(directory: Path) -> None:
-    path = directory / "log/memprofiler/manifest.rank00000.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    without_rows(directory, '"kind":"end"')
 
 
 def unclosed(directory: Path) -> None:
-    path = directory / "log/memprofiler/manifest.rank00000.jsonl"
-    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if '"close"' not in line))
+    without_rows(directory, '"close"')
 
 
 def unfinished(directory: Path) -> None:
@@ -199,15 +178,6 @@ def test_the_judge_sees_an_exit_code_a_process_that_runs_on_and_a_fault_that_did
     assert "rank 0 was killed and is called finished" in red
 
 
-def test_a_rank_looks_for_what_it_left_itself(torture: Any) -> None:
-    trace = "fit-fts_extended_pytorch_profiler-1[Strategy]DDPStrategy.training_step.17.pt.trace.json.gz.partial"
-    for name in ("memprofiler/window001/rank00001.operator_trace.jsonl.partial", trace):
-        assert torture.life._of_another(f"file still there: /log/{name}", 0)
-        assert not torture.life._of_another(f"file still there: /log/{name}", 1)
-    assert not torture.life._of_another("file still there: /log/memprofiler/place.partial", 0)
-    assert not torture.life._of_another("thread still running: rank00001.writer", 0)
-
-
 def judged(torture: Any, bare: Path, ours: Path, healthy: Any, **changed: Any) -> Any:
     judge = torture.judge
     return judge.judge(
@@ -223,11 +193,11 @@ def judged(torture: Any, bare: Path, ours: Path, healthy: Any, **changed: Any) -
 def torture(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the matrix, by the names by which its programs know them; forgotten afterwards."""
     monkeypatch.syspath_prepend(str(TORTURE))
-    names = ("moments", "fault", "judge", "data", "fit", "life")
+    names = ("moments", "fault", "judge", "data")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    moments, fault, judge, _, _, life = (importlib.import_module(name) for name in names)
+    moments, fault, judge, _ = (importlib.import_module(name) for name in names)
     row = fault.Fault(name="mine", says="", place="training_step", strike=lambda cell: None)
-    yield SimpleNamespace(moments=moments, judge=judge, life=life, fault=row)
+    yield SimpleNamespace(moments=moments, judge=judge, fault=row)
     for name in names:
         sys.modules.pop(name, None)

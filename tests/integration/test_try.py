@@ -22,9 +22,10 @@ from lightning_memprof.cli.main import main
 from lightning_memprof.compare.trial import Measured
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.trial.process import run_in_turns, run_task, started
-from lightning_memprof.trial.runner import Wanted, try_program
+from lightning_memprof.trial.runner import TrialOptions, try_program
 from lightning_memprof.trial.task import Task
 from lightning_memprof.units import MIB
+from warm_python import WarmPython
 
 PROGRAM = Path(__file__).parents[1] / "support" / "tried.py"
 
@@ -185,7 +186,7 @@ def test_programs_that_alternate_never_run_at_the_same_time(program, tmp_path):
 )
 def test_a_program_that_cannot_be_measured_is_one_clear_line(program, tmp_path, fault, words):
     with pytest.raises(MemprofError) as raised:
-        try_program([program, fault], Wanted(remedies=("workers=2",)))
+        try_program([program, fault], TrialOptions(remedies=("workers=2",)))
     assert str(raised.value).startswith(f"try: {program} {fault}: {words}")
     assert left_behind(tmp_path / "work") == ["train.py"]
     assert left_behind(tmp_path / "scratch") == []
@@ -193,7 +194,7 @@ def test_a_program_that_cannot_be_measured_is_one_clear_line(program, tmp_path, 
 
 def test_a_program_that_hangs_is_ended_at_its_limit(program, tmp_path):
     with pytest.raises(MemprofError, match=r"did not reach its last step within 12 s: change --steps or --time-limit$"):
-        try_program([program, "hang"], Wanted(remedies=("workers=2",), time_limit_s=12.0))
+        try_program([program, "hang"], TrialOptions(remedies=("workers=2",), time_limit_s=12.0))
     assert left_behind(tmp_path / "scratch") == []
 
 
@@ -318,12 +319,21 @@ def test_a_missing_program_is_named(capsys, tmp_path, monkeypatch):
     assert "name a program" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython, environment: dict[str, str]) -> Path:
+    """The log directory of a recorded run of the program."""
+    place = tmp_path_factory.mktemp("recorded")
+    shutil.copy(PROGRAM, place / "train.py")
+    done = warm_python.run(["-m", "lightning_memprof", "run", "train.py", "waits"], place, environment, 240)
+    assert done.returncode == 0, done.stderr
+    assert (place / "after.txt").exists()
+    return place / "logs"
+
+
 @pytest.fixture
-def recorded(program: str, environment: dict[str, str]) -> Path:
-    """The directory of a recorded run of the program."""
-    command = [sys.executable, "-m", "lightning_memprof", "run", program, "waits"]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert Path("after.txt").exists()
+def recorded(recording: Path, program: str) -> Path:
+    """The run's directory in the log directory, which is in the working directory."""
+    shutil.copytree(recording, "logs")
     return next(Path("logs").rglob("memprofiler"))
 
 
@@ -358,5 +368,5 @@ def test_a_damaged_trial_hides_nothing_of_a_run(recorded, capsys):
     (recorded / "tried.json").write_text('{"program": 5}')
     assert main(["show", "logs", "--all"]) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "Input-bound" in page
+    assert "(input_bound)" in page
     assert "tried.json: not a trial" in page

@@ -91,6 +91,7 @@ def test_a_remedy_between_epochs_needs_epochs_in_the_measured_steps(run):
     assert (enough.problem, enough.code) == ("", ["DataLoader(..., persistent_workers=True)"])
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [("child",), ("spawned",), TORCHRUN])
 def test_a_program_of_the_other_package_of_lightning_is_measured_the_same(program, run, place):

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from lightning_memprof import load_run
 from lightning_memprof.account.trace.operators import ensure_operator_tables
-from ranks import launch
+from ranks import launch, trained
 from recorded_rows import read_pulse
 from training import manifest, only_run, rows_of
 
+RECORDING = "output=OutputOptions(on_error='raise')"
+
 
 def test_both_ranks_write_into_one_directory_without_a_collective(tmp_path: Path) -> None:
-    assert launch("two_ranks.py", tmp_path / "bare", "bare", world=2) == [0, 0]
-    printed = [tmp_path / f"ours/out{rank}" for rank in range(2)]
-    assert launch("two_ranks.py", tmp_path / "ours", world=2) == [0, 0], "".join(map(Path.read_text, printed))
-    for rank in (0, 1):
-        bare = json.loads((tmp_path / f"bare/rank{rank}.json").read_text())
-        ours = json.loads((tmp_path / f"ours/rank{rank}.json").read_text())
+    pairs = zip(
+        trained(tmp_path / "bare", "ddp", "bare", "count=yes"),
+        trained(tmp_path / "ours", "ddp", RECORDING, "profiler=yes", "count=yes"),
+        strict=True,
+    )
+    for bare, ours in ((without["calls"], recorded["calls"]) for without, recorded in pairs):
         added = {name: ours.get(name, 0) - bare.get(name, 0) for name in bare | ours}
         assert {name: count for name, count in added.items() if count > 0} == {}
     run = only_run(tmp_path / "ours")
@@ -35,8 +36,7 @@ def test_both_ranks_write_into_one_directory_without_a_collective(tmp_path: Path
             )
             == 1
         )
-    assert "verdict" in printed[0].read_text()
-    assert "verdict" not in printed[1].read_text()
+    assert ["verdict" in (tmp_path / f"ours/out{rank}").read_text() for rank in (0, 1)] == [True, False]
     recorded = ensure_operator_tables(load_run(run))
     assert sorted(table.file.name for table in recorded.files("table")) == [
         f"fit-fts_extended_pytorch_profiler-{rank}.txt" for rank in (0, 1)
@@ -50,7 +50,7 @@ def test_both_ranks_write_into_one_directory_without_a_collective(tmp_path: Path
 
 
 def test_a_rank_that_is_killed_in_a_window_leaves_the_others_data_readable(tmp_path: Path) -> None:
-    codes = launch("two_ranks.py", tmp_path / "run", "die=3", world=2)
+    codes = launch("fitted_ranks.py", tmp_path / "run", "ddp", RECORDING, "profiler=yes", "die=3", world=2)
     assert codes[1] == -9
     run = only_run(tmp_path / "run")
     assert manifest(run, 0)[-1]["status"] == "exception"
@@ -58,6 +58,7 @@ def test_a_rank_that_is_killed_in_a_window_leaves_the_others_data_readable(tmp_p
     assert closed["steps"][0] == 2
     assert (run / "window000/rank00000.host.jsonl").is_file()
     assert len(list(run.parent.glob("fit-fts_extended_pytorch_profiler-0[[]Strategy]*.pt.trace.json.gz"))) == 1
-    assert manifest(run, 1)[-1]["kind"] == "window"
+    assert [row["event"] for row in rows_of(run, "window", 1)] == ["open"]
+    assert rows_of(run, "end", 1) == []
     ranks = load_run(run).ranks
     assert [rank.rank for rank in ranks] == [0, 1]

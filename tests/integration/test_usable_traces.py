@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 
 from lightning_memprof import Budget, MemProfilerCallback, OutputOptions, Schedule, load_run
 from lightning_memprof.capture.collectors import operator_trace
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
-from ranks import launch
+from ranks import trained
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 CYCLES = Schedule(wait=0, warmup=1, active=1, repeat=0)
 
 
 def test_the_rank_that_is_chosen_records_everything_and_the_other_one_what_is_light(tmp_path: Path) -> None:
-    codes = launch("chosen_rank.py", tmp_path / "run", world=2)
-    assert codes == [0, 0], "".join((tmp_path / f"run/out{rank}").read_text() for rank in range(2))
+    trained(tmp_path / "run", "ddp", "ranks=[1]")
     run = only_run(tmp_path / "run")
     heavy = {"operator_trace", "functions", "saved_tensors"}
     recorded = [set(rows_of(run, "run", rank)[0]["collectors"]) for rank in range(2)]
@@ -34,20 +31,16 @@ def test_the_rank_that_is_chosen_records_everything_and_the_other_one_what_is_li
     assert len(list(run.parent.glob("*-1[[]Strategy]*.pt.trace.json.gz"))) == 1
     assert list(run.parent.glob("*-0[[]Strategy]*")) == []
     assert [len(rank.windows) for rank in load_run(run).ranks] == [1, 1]
-    # The script takes a millionth of the group's timeout for half of it.
-    (warning,) = [row["message"] for row in rows_of(run, "note", 1) if row["collector"] == "operator_trace"]
-    assert "more than half of the process group's timeout of 100 s" in warning
-    assert warning in (tmp_path / "run/out1").read_text()
 
 
 def test_rank_0_records_alone_where_the_others_have_no_callback(tmp_path: Path) -> None:
-    assert launch("lone_rank.py", tmp_path / "run", "0", world=2) == [0, 0]
+    trained(tmp_path / "run", "ddp", "", "lone=0")
     (rank,) = load_run(only_run(tmp_path / "run")).ranks
     assert (rank.rank, rank.status, rank.steps) == (0, "finished", 8)
 
 
 def test_a_rank_records_nothing_where_rank_0_has_no_callback(tmp_path: Path) -> None:
-    assert launch("lone_rank.py", tmp_path / "run", "1", world=2) == [0, 0]
+    trained(tmp_path / "run", "ddp", "", "lone=1")
     assert list((tmp_path / "run").rglob("memprofiler*")) == []
     printed = (tmp_path / "run/out1").read_text()
     assert (
@@ -72,14 +65,6 @@ def test_only_the_newest_windows_are_kept_and_the_page_says_so_without_a_word_of
     assert [note.message for note in run.notes if note.collector == "budget"] == [
         "the files of 2 windows (the last one 1) were removed: keep_windows is 2"
     ]
-
-
-def test_what_a_budget_left_out_is_told_on_the_page(tmp_path: Path) -> None:
-    budget = Budget(max_trace_bytes=1)
-    collectors = [HostMemory(), OperatorTrace(record_shapes=True)]
-    trainer(tmp_path, MemProfilerCallback(CYCLES, collectors, budget=budget)).fit(Perceptron(), loader(4))
-    (note,) = [note.message for note in load_run(only_run(tmp_path)).notes if note.collector == "budget"]
-    assert note.startswith("from window 1 on traces have no input shapes: the trace of window 0 was ")
 
 
 def test_a_slow_writer_costs_the_training_nothing_and_windows_it_cannot_keep_up_with(
@@ -109,39 +94,4 @@ def test_a_slow_writer_costs_the_training_nothing_and_windows_it_cannot_keep_up_
     assert len(list(run.glob("window*/rank00000.host.jsonl"))) == 4
     assert {path.name for path in run.glob("window*/*")} == {"rank00000.host.jsonl", "rank00000.action_memory.jsonl"}
     assert list(run.parent.rglob("*.partial")) == []
-    assert load_run(run).problems == ()
-
-
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.losses.append(outputs["loss"].item())
-
-
-def test_a_write_that_fails_is_an_error_row_and_the_training_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(_: Path, target: Path) -> None:
-        target.write_bytes(b"half")
-        os.close(os.open("/dev/full", os.O_WRONLY))
-        with Path("/dev/full").open("w") as disk:
-            disk.write("x")
-
-    monkeypatch.setattr(operator_trace, "write_trace", full)
-    found = []
-    for callbacks in ([], [MemProfilerCallback(CYCLES, [HostMemory(), OperatorTrace()])]):
-        torch.manual_seed(0)
-        losses = Losses()
-        trainer(tmp_path / str(len(callbacks)), losses, *callbacks).fit(Perceptron(), loader(8))
-        found.append(losses.losses)
-    assert found[0] == found[1]
-    run = only_run(tmp_path)
-    errors = rows_of(run, "error")
-    assert {(row["collector"], row["where"]) for row in errors} == {("operator_trace", "write")}
-    assert "No space left on device" in errors[0]["message"]
-    assert sum("collector operator_trace failed on write" in record.getMessage() for record in caplog.records) == 1
-    assert list(run.parent.rglob("*.partial")) == []
-    assert list(run.parent.glob("*.pt.trace.json.gz")) == []
     assert load_run(run).problems == ()

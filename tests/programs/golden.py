@@ -1,16 +1,15 @@
 """Compare what the commands say about recorded files with what they said before.
 
-    python tests/programs/golden.py check [--only PATTERN] [--prose]
+    python tests/programs/golden.py check [--only PATTERN]
     python tests/programs/golden.py record [--only PATTERN]
 
 A case is a few commands over one recorded run, or over a folder of traces or snapshots, in ``tests/golden/recorded``.
 What they print as JSON (tables: as CSV) is compared field by field with ``tests/golden/expected``: keys, numbers,
-booleans, null and names exactly. Of prose only the numbers are compared, and a difference in them is no failure; see
-``PROSE``. Where the shared corpus is available its traces and snapshots are compared as well; of their text only
-hashes are stored.
+booleans, null and names exactly; prose, see ``PROSE``, is not. Where the shared corpus is available its traces and
+snapshots are compared as well; of their text only hashes are stored.
 
-A field that is renamed on purpose is listed in ``RENAMES``, a renamed value in ``RENAMED_VALUES``, and nowhere else.
-Never record to get rid of a difference: recording again is for a figure that was wrong.
+Record after a field was added, renamed or removed on purpose, when ``check`` prints nothing else. Never record to get
+rid of a difference: a figure that changes needs a reason of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ import hashlib
 import io
 import json
 import os
-import re
 import sys
 import tarfile
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,46 +34,7 @@ from typing import Any, Final
 GOLDEN: Final = Path(__file__).resolve().parents[1] / "golden"
 REPOSITORY: Final = GOLDEN.parents[1]
 
-# Renamed fields: path of the old key -> its new name, as in {"findings.numbers.line": "place"}. A path has no indexes
-# and starts at the top of a document, whichever command wrote it (a table's with its name, as in "findings.csv.rule");
-# "*.why" is every why. Where the field is prose, add its new path to PROSE.
-RENAMES: dict[str, str] = {
-    "traces.operators.own_ns": "self_ns",
-    "findings.recovers.least": "min",
-    "findings.recovers.most": "max",
-    "events.garbage": "gc_pauses",
-    "system.figures.*.least": "min",
-    "system.figures.*.most": "max",
-    "*events*.parts_ns.callbacks": "callback",
-    "*events*.parts_ns.other": "untracked",
-    "changes.sentence": "title",
-    "limits.sentence": "title",
-}
-# Renamed values: a string that is no prose -> what it is now.
-RENAMED_VALUES: dict[str, str] = {
-    "garbage": "gc_pauses",
-    "outside of any module's forward": "outside module forwards",
-    "no Python stack: allocated by backward's own threads, or while the history was off": (
-        "no Python stack: allocated by autograd threads, or while the history was off"
-    ),
-    "the rest: what autograd keeps for backward, and temporaries": "the rest: saved activations and temporaries",
-    "the rest: Python's objects, libraries, and what only autograd holds": (
-        "the rest: Python objects, libraries and saved activations"
-    ),
-    "other tensors that Python holds": "other tensors held by Python",
-    # Parts of a step have one name each.
-    "callbacks": "callback",
-    "other": "untracked",
-    "data_loading": "idle_data",
-    "synchronization": "idle_synchronization",
-    "allocator": "idle_allocator",
-    "gc_pauses": "idle_gc_pauses",
-    "python": "idle_python",
-    "operators": "idle_operators",
-    "launch": "idle_launch",
-    "queue": "idle_queue",
-}
-# Fields of prose, as paths without indexes. They may be reworded; only the numbers in them are compared.
+# Fields of prose, as paths without indexes and command; "*.why" is every why. They may be reworded.
 PROSE: Final = (
     "*.title",
     "*.why",
@@ -105,39 +63,8 @@ PROSE: Final = (
 )
 # Conclusions: the rules decide them, and tests/verdicts and the tests of the rules compare them. Here only figures are.
 CONCLUSIONS: Final = ("findings", "verdict", "findings.csv", "differences.needed", "differences.is_above_noise")
-# Fields that later versions added.
-ADDED: Final = (
-    "*.ledger",
-    "*.host_ledger",
-    "*.device_ledger",
-    "*.work",
-    "*ledger.communication",
-    "ledger.memory",
-    "across_ranks.straggler.pulse_steps",
-    "across_ranks.waits_ns",
-    "pulse.csv.core_wait_ns",
-    "pulse.csv.other_profiler",
-    "traces.synchronizations.own_ns",
-    "synchronizations.csv.own_ns",
-    "traces.program.is_ddp",
-    "traces.program.loop_optimizer",
-    "traces.program.loop_ns",
-    "*.cost",
-    "*.training.*",
-    "*.environment.*",
-    "*.bus_bytes_per_s",
-    "differences.rank_test",
-    "differences.has_too_few_steps",
-    "snapshots.imbalance",
-    "snapshots.oom.site",
-    "snapshots.oom.failures",
-    "snapshots.oom.first",
-    "snapshots.devices.functions_at_peak",
-    "*overhead.pulse_cpu_ns",
-)
 # How many commands are proposed is no figure, nor how many gaps of a snapshot are named.
 ANY_LENGTH: Final = ("commands", "snapshots.missing")
-NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?: ?%)?")
 
 
 @dataclass(frozen=True)
@@ -158,12 +85,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field that is not as expected; ``reworded`` where only numbers in prose differ."""
+    """A field that is not as expected."""
 
     path: str
     old: str
     new: str
-    reworded: bool = False
 
     def __str__(self) -> str:
         return f"{self.path}: {self.old} -> {self.new}"
@@ -312,18 +238,14 @@ def _prepared(value: Any, directories: Sequence[Path]) -> Any:
 
 
 def _without_text(value: Any, path: str = "") -> Any:
-    """Replace prose by the numbers in it, and every other string by a hash."""
+    """Replace prose by nothing, and every other string by a hash."""
     if isinstance(value, dict):
         return {key: _without_text(each, _below(path, key)) for key, each in value.items()}
     if isinstance(value, list):
         return [_without_text(each, path) for each in value]
     if isinstance(value, str):
-        return " ".join(sorted(_numbers(value).elements())) if _is_prose(path) else _hash(value)
+        return "" if _matches(path, PROSE) else f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:12]}"
     return value
-
-
-def _hash(text: str) -> str:
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _below(path: str, key: str) -> str:
@@ -332,14 +254,6 @@ def _below(path: str, key: str) -> str:
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, pattern) or fnmatchcase(f".{path}", pattern) for pattern in patterns)
-
-
-def _is_prose(path: str) -> bool:
-    return _matches(path, PROSE)
-
-
-def _numbers(text: str) -> Counter[str]:
-    return Counter(number.replace(" ", "") for number in NUMBER.findall(text))
 
 
 def differences(expected: Any, found: Any) -> list[Difference]:
@@ -366,36 +280,23 @@ def _differences(old: Any, new: Any, where: str, path: str) -> Iterator[Differen
 
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        old = {_renamed(_below(path, key), key): (key, value) for key, value in old.items()}
         for key in dict.fromkeys((*old, *new)):
             place = f"{where}.{key}" if path else f"{where} {key}"
-            if _matches(_below(path, key), CONCLUSIONS) or (key not in old and _matches(_below(path, key), ADDED)):
+            if _matches(_below(path, key), CONCLUSIONS):
                 continue
             if key not in new:
-                yield Difference(place, _brief(old[key][1]), "missing")
+                yield Difference(place, _brief(old[key]), "missing")
             elif key not in old:
                 yield Difference(place, "missing", _brief(new[key]))
             else:
-                # The tables name fields by their old names.
-                yield from _differences(old[key][1], new[key], place, _below(path, old[key][0]))
+                yield from _differences(old[key], new[key], place, _below(path, key))
     elif isinstance(old, list) and isinstance(new, list):
         if len(old) != len(new) and not _matches(path, ANY_LENGTH):
             yield Difference(where, f"{len(old)} items", f"{len(new)} items")
         for index, (before, after) in enumerate(zip(old, new, strict=False)):
             yield from _differences(before, after, f"{where}[{index}]", path)
-    elif isinstance(old, str) and isinstance(new, str) and _is_prose(path):
-        if _numbers(old) != _numbers(new):
-            yield Difference(where, old, new, reworded=True)
-    elif type(old) is not type(new) or (old != new and not _is_renamed_value(old, new)):
+    elif type(old) is not type(new) or (old != new and not (isinstance(old, str) and _matches(path, PROSE))):
         yield Difference(where, _brief(old), _brief(new))
-
-
-def _renamed(path: str, key: str) -> str:
-    return next((new for pattern, new in RENAMES.items() if _matches(path, (pattern,))), key)
-
-
-def _is_renamed_value(old: Any, new: Any) -> bool:
-    return any((old, new) in {pair, (_hash(pair[0]), _hash(pair[1]))} for pair in RENAMED_VALUES.items())
 
 
 def _brief(value: Any) -> str:
@@ -423,15 +324,11 @@ def _record(case: Case) -> int:
     return 0
 
 
-def _check(case: Case, *, prose: bool) -> int:
+def _check(case: Case) -> int:
     """Print how a case differs, and return in how many fields."""
-    all_of_them = differences(expected_documents(case), found_documents(case))
-    failures = [each for each in all_of_them if not each.reworded]
-    reworded = [each for each in all_of_them if each.reworded]
-    print(f"{case.name}: {f'{len(failures)} fields differ' if failures else 'equal'}, {len(reworded)} reworded")
-    for each in (*failures, *(reworded if prose else ())):
-        print(f"  {each}")
-    return len(failures)
+    found = differences(expected_documents(case), found_documents(case))
+    print("\n  ".join([f"{case.name}: {f'{len(found)} fields differ' if found else 'equal'}", *map(str, found)]))
+    return len(found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -439,9 +336,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare what the commands say about recorded files with before.")
     parser.add_argument("command", choices=("check", "record"), help="compare, or write what is expected from now on")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="only the cases with such a name, as in 'oom_*'")
-    parser.add_argument(
-        "--prose", action="store_true", help="show prose whose numbers differ; it never fails the check"
-    )
     arguments = parser.parse_args(argv)
     cases = [case for case in CASES if fnmatchcase(case.name, arguments.only)]
     if not cases:
@@ -451,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [case for case in cases if case.archives]
     if arguments.command == "record":
         return sum(map(_record, cases))
-    return int(sum(_check(case, prose=arguments.prose) for case in cases) > 0)
+    return int(sum(map(_check, cases)) > 0)
 
 
 if __name__ == "__main__":

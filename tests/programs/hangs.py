@@ -1,12 +1,12 @@
 """Trainings of two ranks that hang, and whether their pages name the cause within ten seconds of the limit.
 
     python tests/programs/hangs.py [--runs N] [--faults NAME,...] [--strategies ddp,fsdp2] [--parallel N] [--healthy N]
-    python tests/programs/hangs.py --runs 10 --healthy 30 --keep build/hangs.jsonl --minutes 60 --publish
+    python tests/programs/hangs.py --runs 10 --healthy 30 --publish
 
 Each training is two processes on gloo; its second rank has the fault in step 3 (``tests/support/faulty_ranks.py``).
 While it still hangs, its page is loaded and compared with what was done: rank, step, phase, line, and the collective.
 A healthy training has steps of three times the median, validations and checkpoints: its page must have no hang.
-With ``--keep`` a call continues where the last one ended; ``--publish`` writes ``docs/measured/hangs.md``.
+``--publish`` writes ``docs/measured/hangs.md``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-import msgspec
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
@@ -86,7 +85,8 @@ def page(place: Path) -> tuple[str | None, str]:
     return document.rule, f"({document.rule}) {document.verdict} {document.why} -> {document.next}"
 
 
-class Result(msgspec.Struct):
+@dataclass(frozen=True)
+class Result:
     """What the page of a training says; ``seconds`` are those from the first report to the page."""
 
     fault: str
@@ -168,28 +168,16 @@ def main() -> int:
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--parallel", type=int, default=4)
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further training after these")
     parser.add_argument("--publish", action="store_true")
     options = parser.parse_args()
     strategies, faults = options.strategies.split(","), [name for name in options.faults.split(",") if name]
     jobs = [("healthy", strategies[number % len(strategies)]) for number in range(options.healthy)]
     jobs += [(fault, strategy) for _ in range(options.runs) for fault in faults for strategy in strategies]
-    kept = options.keep.read_bytes() if options.keep and options.keep.exists() else b""
-    results = [msgspec.json.decode(line, type=Result) for line in kept.splitlines()]
-    for result in results:
-        if (job := (result.fault, result.strategy)) in jobs:
-            jobs.remove(job)
-    end = time.monotonic() + 60 * options.minutes
+    results = []
     with ThreadPoolExecutor(options.parallel) as pool:
-        for found in pool.map(lambda job: run(*job) if time.monotonic() < end else None, jobs):
-            if found is None:
-                continue
+        for found in pool.map(lambda job: run(*job), jobs):
             results.append(found)
             print(f"{'right' if found.right else 'WRONG'} {found.strategy} {found.fault}: {found.text}", flush=True)
-            if options.keep:
-                with options.keep.open("ab") as file:
-                    file.write(msgspec.json.encode(found) + b"\n")
     right = sum(result.right for result in results)
     print(f"{right} of {len(results)} right")
     if options.publish:

@@ -52,15 +52,13 @@ def test_any_other_text_is_no_name_of_ours_or_is_built_again_unchanged(text: str
 
 
 def test_the_names_that_other_tools_read_stay() -> None:
-    assert naming.curves_path(3) == "tb/rank3/events.out.tfevents.rank00003"
+    assert naming.curves_directory(3) == "tb/rank3"
     assert naming.regions_name(3) == "snapshots.rank00003.jsonl"
     assert naming.system_name(70_000) == "system.rank70000.jsonl"
     assert naming.functions_name(3) == "functions.rank00003.jsonl"
     assert naming.memory_stats_name(3) == "rank_3_memory_stats.yaml"
     assert naming.memory_stats_name(3, "pickle") == "rank_3_memory_stats.pickle"
-    assert naming.fsdp_stats_name(3) == "rank_3_fsdp_memory_stats.yaml"
     assert naming.fsdp_log_name(3, "training_step", 5) == "fsdp_mem_rank_3_training_step_5.log"
-    assert naming.module_log_name(3, "training_step", 5) == "module_mem_rank_3_training_step_5.log"
     assert naming.oom_name(3) == "oom.rank00003.json"
     assert naming.oom_snapshot_name(3) == "cuda_oom_rank_3.pickle"
     assert naming.SnapshotName.parse(naming.oom_snapshot_name(3)) is None

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memprof.account.snapshot.replay import replay
-from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.snapshot.reader import parse_snapshot
 from lightning_memprof.read.snapshot.restricted_pickle import read_pickle
 
@@ -151,7 +150,7 @@ def test_with_the_whole_ring_the_holders_are_known_at_every_event(history):
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.lists(inner).map(tuple),
     max_leaves=30,
 )
@@ -162,27 +161,3 @@ plain = st.recursive(
 @given(plain, st.sampled_from([3, 4, 5]))
 def test_plain_data_come_back_as_they_were(data, protocol):
     assert read_pickle(pickle.dumps(data, protocol), "it") == data
-
-
-@pytest.mark.slow
-@PROFILE
-@given(histories(), st.data())
-def test_a_snapshot_with_changed_bytes_gives_a_result_or_one_line(history, data):
-    allocator, kept = history
-    content = bytearray(pickle.dumps(allocator.snapshot(kept), 4))
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
-    assert "\n" not in outcome(bytes(content))
-
-
-def outcome(content: bytes) -> str:
-    """The words of the refusal, or nothing where a snapshot can still be made of it."""
-    try:
-        snapshot = parse_snapshot(read_pickle(content, "it"), "it")
-    except ArtifactError as error:
-        return str(error)
-    for device in snapshot.devices:
-        found = replay(snapshot, device)
-        assert sum(holder.bytes for holder in found.holders_at_peak) == found.peak_requested_bytes
-    return ""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,11 +10,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from kineto import DEVICE_CATEGORIES, Made, event_fields, torch_table, write_trace
-from lightning_memprof.account.trace.key_averages import collect_rows
 from lightning_memprof.account.trace.operators import TableOptions, operator_table
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.trace import events as trace_module
-from lightning_memprof.read.trace.events import read_trace
+from recorded_rows import Trace
 
 HOSTILE = [
     '}, {"ph"',
@@ -69,29 +66,16 @@ def raw_events(draw: st.DrawFn) -> dict[str, Any]:
     gap=st.sampled_from([",", ", ", ",\n  ", "\n,\n"]),
     suffix=st.sampled_from([".json", ".json.gz"]),
 )
-def test_any_events_in_any_chunks_come_back_unchanged(events, chunk, gap, suffix, monkeypatch):
-    monkeypatch.setattr(trace_module, "_CHUNK", chunk)
+def test_any_events_in_any_chunks_come_back_unchanged(events, chunk, gap, suffix):
     with TemporaryDirectory() as directory:
         path = write_trace(Path(directory) / f"t{suffix}", events, gap=gap, schemaVersion=1, note='"traceEvents": [')
-        trace = read_trace(path)
-        found = list(trace.events())
+        trace = Trace(path)
+        found = list(trace.events(chunk))
     assert [(e.ph, e.name, e.cat, e.pid, e.tid, e.ts, e.dur, e.args.link) for e in found] == [
         (e["ph"], e["name"], e["cat"], e["pid"], e["tid"], e["ts"], e["dur"], e["args"]["External id"]) for e in events
     ]
     assert [e.start_ns for e in found] == [round(e["ts"] * 1000) for e in events]
     assert trace.metadata == {"schemaVersion": 1, "note": '"traceEvents": [', "traceName": path.name}
-
-
-@pytest.mark.slow
-@PROFILE
-@given(events=st.lists(raw_events(), min_size=1, max_size=8), data=st.data())
-def test_a_file_cut_anywhere_is_refused(events, data):
-    with TemporaryDirectory() as directory:
-        path = write_trace(Path(directory) / "t.json", events, schemaVersion=1)
-        whole = path.read_bytes().rstrip()
-        path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
-        with pytest.raises(ArtifactError, match=r"t\.json"):
-            list(read_trace(path).events())
 
 
 @PROFILE
@@ -105,47 +89,7 @@ def test_a_name_with_bare_quotes_is_read_as_it_was_meant(name):
     with TemporaryDirectory() as directory:
         path = Path(directory) / "t.json"
         path.write_text(lines % wanted, encoding="utf-8")
-        assert [event.name for event in read_trace(path).events()] == [wanted, "next"]
-
-
-@st.composite
-def nested(draw: st.DrawFn) -> list[Made]:
-    """Well-nested intervals of one thread, in any order."""
-    found: list[Made] = []
-
-    def fill(start: int, end: int, depth: int) -> None:
-        for _ in range(draw(st.integers(0, 3))):
-            if end - start < 2:
-                return
-            first = draw(st.integers(start, end - 1))
-            last = draw(st.integers(first + 1, end))
-            if (first, last) == (start, end):  # which of two equal ones is the outer one, only the order tells
-                continue
-            found.append(Made(f"op{draw(st.integers(0, 3))}-{depth}", first, last))
-            if depth < 4:
-                fill(first, last, depth + 1)
-            start = last
-
-    fill(0, 1000, 0)
-    return draw(st.permutations(found))
-
-
-@pytest.mark.slow
-@PROFILE
-@given(events=nested())
-def test_self_time_is_what_no_inner_operator_covers(events):
-    by_brute_force: Counter[str] = Counter()
-    for us in range(1000):
-        running = [e for e in events if e.start <= us < e.end]
-        if running:
-            by_brute_force[max(running, key=lambda e: int(e.name[-1])).name] += 1
-    with TemporaryDirectory() as directory:
-        path = write_trace(Path(directory) / "t.json", [event_fields(e) for e in events])
-        rows = {row.name: row for row in collect_rows([path], group_by_input_shapes=False).rows}
-    assert {name: row.self_cpu_ns for name, row in rows.items()} == {
-        e.name: by_brute_force[e.name] * 1000 for e in events
-    }
-    assert sum(row.count for row in rows.values()) == len(events)
+        assert [event.name for event in Trace(path).events()] == [wanted, "next"]
 
 
 @st.composite

@@ -156,22 +156,16 @@ class Gpt(Example):
         return functional.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
 
 
-class Lstm(Example):
+class Gru(Example):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.LSTM(16, 24, num_layers=2, batch_first=True)
+        self.net = nn.GRU(16, 24, batch_first=True, bidirectional=True)
 
     def sample(self) -> Tensor:
         return torch.randn(6, 16)
 
     def forward(self, batch: Tensor) -> Any:
         return self.net(batch)[0]
-
-
-class Gru(Lstm):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.GRU(16, 24, batch_first=True, bidirectional=True)
 
 
 class SharedWeights(Example):
@@ -181,19 +175,6 @@ class SharedWeights(Example):
         third = nn.Linear(16, 32)
         third.weight = first.weight
         self.net = nn.ModuleList([first, other, third, other])
-
-
-class Embeddings(Example):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(100, 8)
-        self.net = nn.ModuleList([nn.Linear(8, 8)])
-
-    def sample(self) -> Tensor:
-        return torch.randint(0, 100, (5,))
-
-    def forward(self, batch: Tensor) -> Any:
-        return super().forward(self.table(batch))
 
 
 class Gan(Example):
@@ -218,36 +199,6 @@ class Gan(Example):
 
     def configure_optimizers(self) -> Any:
         return [self.kind(self.generator.parameters(), lr=1e-3), self.kind(self.critic.parameters(), lr=1e-3)]
-
-
-class Dropout(Example):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.SiLU(), nn.AlphaDropout(0.1)) for _ in range(2)
-        )
-
-
-class Sequence(Example):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.ModuleList(
-            [nn.Conv1d(4, 8, 5, padding=2), nn.GroupNorm(2, 8), nn.ELU(), nn.AvgPool1d(2), nn.Conv1d(8, 8, 3, groups=4)]
-        )
-
-    def sample(self) -> Tensor:
-        return torch.randn(4, 20)
-
-
-class Decoder(Example):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.ModuleList(
-            [nn.ConvTranspose2d(3, 6, 4, 2, 1), nn.InstanceNorm2d(6, affine=True), nn.Tanh(), nn.Conv2d(6, 3, 3)]
-        )
-
-    def sample(self) -> Tensor:
-        return torch.randn(3, 5, 5)
 
 
 class Masked(Example):
@@ -279,18 +230,6 @@ class UNet(Cnn):
     def forward(self, batch: Tensor) -> Any:
         shallow = self.run(self.down, batch)
         return self.net(torch.cat([shallow, self.run(self.up, self.run(self.deep, shallow))], 1))
-
-
-class Vae(Example):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(16, 8), nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        mean, spread = self.encoder(batch).chunk(2, 1)
-        latent = mean + torch.randn_like(mean) * (0.5 * spread).exp()
-        divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum()
-        return {"loss": functional.mse_loss(self.run(self.decoder, latent), batch) + divergence}
 
 
 class SeveralLoaders(Mlp):
@@ -354,8 +293,8 @@ MODELS: Final[MappingProxyType[str, Callable[[], Example]]] = MappingProxyType(
     {
         kind.__name__: kind
         for kind in (
-            Mlp, Cnn, ResNet, Gpt, Gru, SharedWeights, Embeddings, Gan, Dropout, Sequence, Decoder, Masked, UNet,
-            Vae, SeveralLoaders, ComplexNumbers, Buffers, Frozen, Configured, GradientPenalty,
+            Mlp, Cnn, ResNet, Gpt, Gru, SharedWeights, Gan, Masked, UNet,
+            SeveralLoaders, ComplexNumbers, Buffers, Frozen, Configured, GradientPenalty,
         )
     }
 )  # fmt: skip

@@ -17,9 +17,9 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from fitted_ranks import FSDPOnCpu
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, estimate
 from lightning_memprof.collectors import ModuleMemory
 from lightning_memprof.demo.train import Block, GPTConfig
@@ -156,13 +157,6 @@ class Pipeline(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class FSDPOnCpu(FSDPStrategy):
-    """FSDP1 on a CPU: Lightning refuses its own class there, and torch needs the device."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
 def _sharded() -> Strategy:

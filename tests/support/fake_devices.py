@@ -21,7 +21,7 @@ class _Moment:
 
 
 class FakeTimer:
-    """The clock of a device that works through a queue; a :class:`~lightning_memprof.capture.timing.DeviceTimer`.
+    """The clock of a device that works through a queue; a :class:`~lightning_memprof.capture.clock.DeviceTimer`.
 
     The test queues work, in nanoseconds of the device's time, and says when the device has done it. A moment is the
     time at which the device will reach it.
@@ -157,12 +157,11 @@ class FakeCuda:
             entry = {"action": action, "addr": address, "size": abs(size_bytes), "stream": 0, "frames": frames}
             self._ring.append({**entry, "time_us": len(self._ring)})
 
-    def run_out(self, asked_bytes: int, *, others_bytes: int = 0, device: int = 0) -> None:
+    def run_out(self, asked_bytes: int, *, device: int = 0) -> None:
         """Fail to allocate as torch does: write the ring's event, call the observers, raise.
 
         Args:
             asked_bytes: what is asked for.
-            others_bytes: what other processes hold of the device.
             device: its index.
 
         Raises:
@@ -171,7 +170,7 @@ class FakeCuda:
         """
         torch: Any = sys.modules["torch"]
         self.ooms += 1
-        free = max(0, self.total_bytes - self._reserved_bytes() - others_bytes)
+        free = max(0, self.total_bytes - self._reserved_bytes())
         if self.history == "on":
             entry = {"action": "oom", "device_free": free, "size": asked_bytes, "stream": 0, "frames": _frames()}
             self._ring.append({**entry, "time_us": len(self._ring)})

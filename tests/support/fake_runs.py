@@ -241,7 +241,7 @@ def _write_pulse(sink: Sink, fake: FakeRun) -> None:
         start += duration
     path = sink.place.directory / pulse_name(sink.rank)
     path.write_text(",".join(PULSE_COLUMNS) + "\n" + encode_pulse(rows), encoding="ascii")
-    sink.list_artifact(ArtifactSpec(path, "pulse", "pulse"), columns=list(PULSE_COLUMNS))
+    sink.list_artifact(ArtifactSpec(path, "pulse", "pulse"))
 
 
 def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:

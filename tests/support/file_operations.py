@@ -20,6 +20,8 @@ _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEN
 _EVENTS: Final = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 # Torch's own code writes a trace under this name, and then renames it.
 _NATIVE: Final = ".tmp"
+# Lengths at which what was written is torn.
+_CUTS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,11 @@ class Recorder:
         return None if inside.startswith("..") else Path(inside).as_posix()
 
 
-def crashes(photographs: Sequence[Photograph], *, cuts: int = 3) -> Iterator[State]:
+def crashes(photographs: Sequence[Photograph]) -> Iterator[State]:
     """Give every state in which a crash between two operations, or in the middle of a write, leaves the directory.
 
     Args:
         photographs: of one program, in order.
-        cuts: lengths at which what was written is torn.
 
     """
     created: set[str] = set()
@@ -148,7 +149,7 @@ def crashes(photographs: Sequence[Photograph], *, cuts: int = 3) -> Iterator[Sta
         if files != dict(now.files) or directories != now.directories:
             yield State(f"{number} after {now.operation}", files, directories)
         for name in sorted(name for name, content in then.files.items() if files.get(name) != content):
-            for length, part in _parts(files.get(name, b""), then.files[name], cuts):
+            for length, part in _parts(files.get(name, b""), then.files[name]):
                 native = _NATIVE if name not in files and name not in created else ""
                 state = {**files, name + native: part}
                 yield State(f"{number} {name}{native} torn at {length} after {now.operation}", state, directories)
@@ -185,10 +186,10 @@ def _done(photograph: Photograph) -> tuple[dict[str, bytes], frozenset[str]]:
     return files, frozenset(directories)
 
 
-def _parts(before: bytes, after: bytes, cuts: int) -> Iterator[tuple[int, bytes]]:
+def _parts(before: bytes, after: bytes) -> Iterator[tuple[int, bytes]]:
     if not after.startswith(before):
         return
     grown = len(after) - len(before)
-    for length in sorted({min(max(1, grown * cut // cuts - (cut == cuts)), grown) for cut in range(1, cuts + 1)}):
+    for length in sorted({min(max(1, grown * cut // _CUTS - (cut == _CUTS)), grown) for cut in range(1, _CUTS + 1)}):
         if length < grown:
             yield length, after[: len(before) + length]

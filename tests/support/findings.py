@@ -20,7 +20,6 @@ from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, examine, examine_files, nothing_in_files
 from lightning_memprof.judge.finding import Recovery
 from lightning_memprof.judge.remedies import Remedy
-from lightning_memprof.judge.traces import sure_ledger
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.units import MIB
 
@@ -66,9 +65,9 @@ def found_in_trace(path: Path) -> dict[str, Finding]:
     """The findings; each recovers something, and no more than its lines hold, if they hold any."""
     report = trace_report(path)
     findings = {finding.rule: finding for finding in examine_files((report,), ())}
-    assert not out_of_bounds(findings.values(), report.host_ledger, sure_ledger(report))
+    assert not out_of_bounds(findings.values(), report.host_ledger, report.device_ledger)
     for rule, finding in findings.items():
-        assert (finding.recovers is None) == (rule in {"recording_overhead", "cold_start"})
+        assert (finding.recovers is None) == (rule in {"cold_start", "recording_overhead"})
     return findings
 
 

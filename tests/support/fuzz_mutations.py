@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from fuzz_targets import BETWEEN
-from lightning_memprof.read.snapshot.restricted_pickle import Limits, read_pickle
+from lightning_memprof.read.snapshot.restricted_pickle import read_pickle
 from mutations import changed, damaged
 
 _MOST: Final = 1 << 20
@@ -41,7 +41,7 @@ def _trace(content: bytes, chance: random.Random) -> bytes:
 
 
 def _snapshot(content: bytes, chance: random.Random) -> bytes:
-    made: Any = changed(read_pickle(_unpacked(content), "seed", Limits(bytes=_MOST)), chance)
+    made: Any = changed(read_pickle(_unpacked(content), "seed"), chance)
     return _packed(pickle.dumps(made, chance.choice((2, 4, 4, 5))), chance)
 
 

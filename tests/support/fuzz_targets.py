@@ -85,11 +85,6 @@ def _small_run(directory: Path) -> tuple[Path, list[Path]]:
     return run, [run / "manifest.rank00000.jsonl", run / "pulse.rank00000.csv", series[0]]
 
 
-def manifest_parts(directory: Path) -> list[bytes]:
-    """Return the manifest, the pulse and the series of a run that is whole."""
-    return [path.read_bytes() for path in _small_run(directory)[1]]
-
-
 def _manifest(directory: Path) -> Target:
     run, files = _small_run(directory)
     whole = [path.read_bytes() for path in files]

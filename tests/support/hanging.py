@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,19 @@ class Hanging(Perceptron):
         return super().training_step(batch, batch_idx)
 
     def wait(self) -> None:
-        rows = [DIRECTORY / "log" / "memprofiler" / hangs_name(rank) for rank in range(RANKS)]
-        until = time.monotonic() + 120
-        while time.monotonic() < until and not all(is_reported(path, 3) for path in rows):
-            time.sleep(0.05)
-        if ABORTS:
-            time.sleep(3600)
+        reported = threading.Event()
+        # In a thread of its own: the line of this one is the same whenever a stack is taken.
+        threading.Thread(target=look, args=(reported,), daemon=True).start()
+        reported.wait(3600 if ABORTS else 120)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def look(reported: threading.Event) -> None:
+    """Wait until every rank has reported the hang."""
+    rows = [DIRECTORY / "log" / "memprofiler" / hangs_name(rank) for rank in range(RANKS)]
+    while ABORTS or not all(is_reported(path, 3) for path in rows):
+        time.sleep(0.05)
+    reported.set()
 
 
 if __name__ == "__main__":

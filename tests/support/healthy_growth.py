@@ -22,7 +22,25 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import CatMetric
 
-from seeded_leaks import Samples, Trained
+
+class Samples(Dataset[torch.Tensor]):
+    """Noise of one shape."""
+
+    def __init__(self, *shape: int, samples: int) -> None:
+        self.shape, self.samples = shape, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(self.shape)
+
+
+class Trained(pl.LightningModule):
+    """A model with its optimizer."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
 class Network(Trained):

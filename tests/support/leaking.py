@@ -182,9 +182,6 @@ class InCpp(Leaking):
         LIBC.memset(BLOCKS[-1], 1, 36 << 20)
 
 
-# More than the twelve.
-
-
 class InCallback(pl.Callback):
     def __init__(self) -> None:
         self.weights: list[np.ndarray] = []  # numpy
@@ -193,18 +190,10 @@ class InCallback(pl.Callback):
         self.weights.append(np.ones(SIZE, np.float32))
 
 
-class InChain(Leaking):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: Any = None
-
-    def keep(self, batch: torch.Tensor, step: int) -> None:
-        self.last = {"value": torch.randn(SIZE), "before": self.last}
-
-
 class InDefault(Leaking):
     def keep(self, batch: torch.Tensor, step: int, seen: list[bytes] = []) -> None:  # noqa: B006 # default
-        seen.append(bytes(1 << 20))
+        # Zeros would be mapped without memory.
+        seen.append(b"1" * (1 << 20))
 
 
 class InGenerator(Leaking):

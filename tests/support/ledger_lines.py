@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.account.ledger.model import TimeLedger
-from lightning_memprof.judge.verdict import BYTE_ROWS, ROWS
+from lightning_memprof.judge.verdict import ROWS
 
 if TYPE_CHECKING:
     from lightning_memprof.account.ledger.memory import ByteLedger
@@ -22,7 +22,6 @@ AWAKE: Final = (
 # Parts of a time ledger, or categories of a byte ledger.
 LINES: Final[Mapping[str, tuple[str, ...]]] = {
     **{row.id: row.of for rows in ROWS.values() for row in rows},
-    **{row.id: row.of for rows in BYTE_ROWS.values() for row in rows},
     "optimizer_bound": ("optimizer", "compute"),
     "straggler": ("rank_wait",),
 }

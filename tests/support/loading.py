@@ -50,34 +50,25 @@ def read(index: int) -> torch.Tensor:
 
 
 class Images(Dataset[torch.Tensor]):
-    """The second element of a sample tells whether its transforms are replaced."""
-
     def __init__(self, length: int = 1000) -> None:
         self.samples = list(range(length))
-        self.extra: dict[str, Any] = {}
         self.transform = Chain(Decode(), Flip(), partial(scaled, by=1.0))
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def tiny(self) -> None:
-        pass
-
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(OWN / 1000)
-        for _ in range(1000):
-            self.tiny()
-        sample = self.transform(read(index))
-        sample[1] = hasattr(Decode.__call__, "_memprof_link")
-        return sample
+        return self.transform(read(index))
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    def __init__(self) -> None:
-        self.options: dict[str, Any] = {"transform": Decode()}
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.options = {"transform": Decode()}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in range(1000):
+        for index in range(self.length):
             yield self.options["transform"](read(index))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import msgspec
-
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ranks.summary import Arrivals, Figures, RankSummary, encode_summary
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, summary_path
@@ -14,6 +12,7 @@ from lightning_memprof.units import GIB, MIB
 
 MS = 1_000_000
 PER_NODE = 8
+LATE_MS = 40
 START_NS = 1_800_000_000_000_000_000
 KINDS: list[tuple[str, str, int | None]] = [("all_reduce", "0", 26_214_400), ("all_gather", "1", None)]
 PHASES = {
@@ -26,7 +25,7 @@ PHASES = {
 }
 
 
-def make_many_ranks(root: Path, ranks: int, windows: int = 4, *, straggler: int, late_ms: int = 40) -> Path:
+def make_many_ranks(root: Path, ranks: int, windows: int = 4, *, straggler: int) -> Path:
     """Write a run of ``ranks`` ranks on nodes of eight; one is late with its data in every step. Give its directory.
 
     Each node's clock is off by up to a second. The first ranks have files of every kind, the others the same rows.
@@ -42,21 +41,21 @@ def make_many_ranks(root: Path, ranks: int, windows: int = 4, *, straggler: int,
         (directory / manifest_name(rank)).write_text(text)
         (directory / pulse_name(rank)).write_bytes(pulse)
     for window in range(windows):
-        schedule = _schedule(window, late_ms)
+        schedule = _schedule(window)
         (directory / f"window{window:03d}").mkdir(exist_ok=True)
         for rank in range(ranks):
-            summary = _summary(rank, ranks, window, schedule, late_ms if rank == straggler else 0)
+            summary = _summary(rank, ranks, window, schedule, LATE_MS if rank == straggler else 0)
             (directory / summary_path(window, rank)).write_bytes(encode_summary(summary))
     return directory
 
 
-def _schedule(window: int, late_ms: int) -> list[tuple[int, int]]:
+def _schedule(window: int) -> list[tuple[int, int]]:
     """When each of 200 collectives would start without the straggler, and when it ends."""
     found, at = [], START_NS + window * 60_000 * MS
     for number in range(200):
         # 100 a step: the first of a step waits for the straggler, the others follow it.
         at += 40 * MS if number % 100 == 0 else MS
-        end = at + (late_ms * MS if number % 100 == 0 else 0) + MS // 2
+        end = at + (LATE_MS * MS if number % 100 == 0 else 0) + MS // 2
         found.append((at, end))
         at = end
     return found
@@ -71,17 +70,11 @@ def _summary(rank: int, ranks: int, window: int, schedule: list[tuple[int, int]]
         starts.append(mine)
         durations.append(end - mine + noise.randrange(20_000))
     phases = PHASES | {"data_wait": PHASES["data_wait"] + late_ms * MS, "backward": PHASES["backward"] - late_ms * MS}
-    figures = Figures(
-        steps=2,
-        mean_ns=sum(phases.values()),
-        median_ns=sum(phases.values()),
-        max_ns=sum(phases.values()),
-        phases_ns=phases,
-    )
+    figures = Figures(mean_ns=sum(phases.values()), phases_ns=phases)
     step = 10 * window + 2
     return RankSummary(
         rank=rank, world_size=ranks, host=f"node{rank // PER_NODE:03d}", window=window, steps=[step, step + 1],
-        recorded=figures, usual=msgspec.structs.replace(figures, steps=100),
+        recorded=figures, usual=figures,
         callbacks_ns={"ModelCheckpoint": MS // 2, "LearningRateMonitor": MS // 4},
         memory={"peak_rss_bytes": 4 * GIB + rank * 1024, "allocated_bytes.all.peak": 60 * GIB + (rank % 97) * MIB},
         arrivals=Arrivals(

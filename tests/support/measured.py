@@ -14,6 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -101,3 +104,9 @@ def _versioned(package: str) -> str:
 
 def _cell(value: object) -> str:
     return " ".join(str(value).replace("|", "\\|").split())
+
+
+def progress() -> Progress:
+    """Return a bar that is drawn when something was done: drawing by a thread would take time from what is measured."""
+    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), auto_refresh=False)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
+import pytest
+
 from lightning_memprof.report.document import Document, Table
 from lightning_memprof.report.files_view import FilesView
+from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.printers.text import full_page, plain, short_page
 from lightning_memprof.report.printers.values import cell_text
 from lightning_memprof.report.sections import document_of
@@ -11,14 +16,35 @@ from lightning_memprof.report.view import View
 from lightning_memprof.units import percent
 
 
-def full(view: View | FilesView, width: int = 80, *, ascii_only: bool = False) -> str:
+def full(view: View | FilesView, width: int = 80) -> str:
     """Return the full page."""
-    return plain(full_page(document_of(view), width, ascii_only=ascii_only))
+    return plain(full_page(document_of(view), width))
 
 
-def short(view: View | FilesView, width: int = 100, *, ascii_only: bool = False) -> str:
+def short(view: View | FilesView, width: int = 100) -> str:
     """Return the short page."""
-    return plain(short_page(document_of(view), width, ascii_only=ascii_only))
+    return plain(short_page(document_of(view), width))
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(
+    view: View | FilesView, width: int = 80, *, colours: bool = False, encoding: str = "utf-8", is_full: bool = True
+) -> str:
+    """Return what is printed to a stream of a width and an encoding."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        patch.delenv("NO_COLOR", raising=False)
+        patch.setenv("FORCE_COLOR", "1" if colours else "")
+        print_document(document_of(view), file, is_full=is_full)
+    file.seek(0)
+    return file.read()
 
 
 def words(text: str) -> str:

@@ -14,18 +14,8 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.profiler import ProfilerAction
 
-from lightning_memprof import Budget, Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
-from lightning_memprof.collectors import (
-    FunctionMemory,
-    GarbageCollection,
-    HookTimings,
-    HostMemory,
-    ModuleMemory,
-    OperatorTrace,
-    Pulse,
-    SavedTensors,
-    SystemStats,
-)
+from every_collector import every_collector
+from lightning_memprof import Budget, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from training import Perceptron, loader, trainer
 
 
@@ -46,14 +36,9 @@ class Failing(Perceptron):
 
 def main(directory: Path) -> None:
     """Train."""
-    collectors: list[Collector] = [
-        Pulse(), HostMemory(), HookTimings(), FunctionMemory(dump_pickle=True), SavedTensors(),
-        OperatorTrace(with_stack=True, record_shapes=True), ModuleMemory(), GarbageCollection(),
-        SystemStats(always=True, interval=0.1),
-    ]  # fmt: skip
     callback = MemProfilerCallback(
         schedule=functools.partial(schedule, token=os.environ["MY_SERVICE_TOKEN"]),
-        collectors=collectors,
+        collectors=every_collector(),
         budget=Budget(keep_windows=2),
         output=OutputOptions(loggers=True, curves=True, report="FAIL" not in os.environ),
     )

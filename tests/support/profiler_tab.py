@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from corpus_files import CORPUS, recorded_file
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
-from lightning_memprof.read.trace.events import read_trace
-from ranks import launch
+from ranks import trained
+from recorded_rows import Trace
 from tensorboard_server import tensorboard
 from training import Perceptron, loader, trainer
 
@@ -55,7 +55,7 @@ def made_runs(temporary: pytest.TempPathFactory) -> Path:
         logdir.mkdir()
         fit(logdir / "plain", windows=2, validate=True)
         fit(logdir / "stacks", with_stack=True)
-        assert launch("two_ranks.py", logdir / "ranks", world=2) == [0, 0], (logdir / "ranks/out0").read_text()
+        trained(logdir / "ranks", "ddp", "", "profiler=yes")
         for name in GPU_TRACES if CORPUS.is_dir() else ():
             recorded = recorded_file(f"traces/{name}/*.json.gz")
             directory = logdir / "gpu" / name
@@ -71,7 +71,7 @@ def fetches_us(trace: Path, step: TraceStep) -> float:
     Ours counts what Lightning does around it as well.
     """
     begin, end = (step.start_ns, step.start_ns + step.duration_ns)
-    opened = read_trace(trace)
+    opened = Trace(trace)
     fetches = [event for event in opened.events() if event.name.startswith("enumerate(DataLoader)#")]
     times = [event.duration_ns for event in fetches if begin <= event.start_ns + opened.time_origin_ns <= end]
     assert len(times) == 1

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired
+from typing import Any
 
 from ports import free_port
-from warm_python import Popen, shared
-
-# What could change what a rank imports or records.
-_OURS = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
+from warm_python import Popen, shared, without_ours
 
 
 def launch(script: str, directory: Path, *options: str, world: int) -> list[int]:
@@ -25,7 +23,7 @@ def launch(script: str, directory: Path, *options: str, world: int) -> list[int]
     directory.mkdir(parents=True)
     support = Path(__file__).parent
     port = str(free_port())
-    common = {name: value for name, value in os.environ.items() if name not in _OURS} | {
+    common = without_ours() | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support),
     }  # fmt: skip
@@ -41,6 +39,13 @@ def launch(script: str, directory: Path, *options: str, world: int) -> list[int]
             )  # fmt: skip
         deadline = time.monotonic() + 120
         return [_code(rank, deadline - time.monotonic()) for rank in ranks]
+
+
+def trained(directory: Path, kind: str, recording: str = "bare", *options: str, world: int = 2) -> list[dict[str, Any]]:
+    """Train ranks of ``fitted_ranks.py``, which has the arguments; return the facts that each writes."""
+    codes = launch("fitted_ranks.py", directory, kind, recording, *options, world=world)
+    assert codes == [0] * world, "".join((directory / f"out{rank}").read_text()[-3000:] for rank in range(world))
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
 def _code(rank: Popen, seconds: float) -> int:

@@ -36,10 +36,8 @@ def fit(directory: Path, windows: int) -> None:
         output=OutputOptions(summary=False, report=False),
     )  # fmt: skip
     training = trainer(directory, callback, profiler=ExtendedPyTorchProfiler())
-    model = Perceptron()
-    with_names = loader(3 * windows)
     callback.snapshot("before the fit")
-    training.fit(model, with_names)
+    training.fit(Perceptron(), loader(3 * windows))
 
 
 def main(directory: Path, out: Path, windows: int) -> None:

@@ -11,7 +11,8 @@ from lightning_memprof.artifacts.pulse import decode_pulse
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.trace.events import OperatorEvent, Trace
+from lightning_memprof.read.trace.events import FullEvent, full_events
+from lightning_memprof.read.trace.text import TraceText
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
@@ -57,10 +58,19 @@ def read_pulse(path: Path) -> list[PulseRow]:
     return rows
 
 
-def read_events(path: Path) -> Iterator[OperatorEvent]:
+def read_events(path: Path) -> Iterator[FullEvent]:
     """All events of a trace in the file's order.
 
     Raises:
-        ArtifactError: as `Trace.events` does.
+        ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
     return Trace(path).events()
+
+
+class Trace(TraceText):
+    """A trace file with all its events, which are read in pieces of ``chunk`` bytes."""
+
+    def events(self, chunk: int = 1 << 20) -> Iterator[FullEvent]:
+        """All events in the file's order."""
+        for piece in self.pieces(full_events, chunk):
+            yield from piece

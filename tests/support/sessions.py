@@ -14,7 +14,7 @@ from torch import nn
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.base import Collector, Position, RunContext
-from lightning_memprof.capture.clock import device_timer
+from lightning_memprof.capture.clock import LoggedTimes, StepClock, device_timer
 from lightning_memprof.capture.faults import Faults, OnError
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point
@@ -29,12 +29,16 @@ POINTS = (
 )
 
 
-@dataclass
-class Times:
+class Times(LoggedTimes):
     """Times of a step that the test knows."""
 
-    phases_ns: Sequence[int] = (0,) * len(PHASES)
-    actions: tuple[Sequence[int], Sequence[int]] = ((), ())
+    def __init__(
+        self,
+        phases_ns: Sequence[int] = (0,) * len(PHASES),
+        actions: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> None:
+        super().__init__(StepClock(None), [], 0, 0)
+        self.computed = list(actions[0]), list(actions[1]), list(phases_ns)
 
 
 @dataclass
@@ -96,22 +100,24 @@ class Tensors:
 def context(directory: Path, device: str = "cpu", on_error: OnError = "warn") -> Iterator[RunContext]:
     """Give the context of a fit of a small model whose artifacts lie below ``directory``."""
     sink = Sink(claim_run_place(directory), 0)
+    run = RunContext(
+        rank=0,
+        world_size=1,
+        stage="fit",
+        function="training_step",
+        strategy="SingleDeviceStrategy",
+        device=torch.device(device),
+        model=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        actions=Feed(),
+        training=Tensors(),
+        sink=sink,
+        faults=Faults(sink.manifest, on_error),
+        timer=device_timer(torch.device(device)),
+    )
     try:
-        yield RunContext(
-            rank=0,
-            world_size=1,
-            stage="fit",
-            function="training_step",
-            strategy="SingleDeviceStrategy",
-            device=torch.device(device),
-            model=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
-            actions=Feed(),
-            training=Tensors(),
-            sink=sink,
-            faults=Faults(sink.manifest, on_error),
-            timer=device_timer(torch.device(device)),
-        )
+        yield run
     finally:
+        run.resident.close()
         sink.close()
 
 

@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_memprof import Budget, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from training import Perceptron, loader, trainer
+from waiting import wait_until
 
 KEEP: Final = 5
-_PATIENCE_S: Final = 10.0
 _LOOKS: Final = 5
 
 
@@ -38,7 +38,7 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Print a line in the middle of each stretch."""
         if trainer.global_step % self._every == self._every // 2:
-            self._wait_for_files()
+            wait_until(lambda: not self._is_writing(), 10)
             gc.collect()
             files = self._sizes()
             # One for each window; the others grow by a line, of a step or of a window.
@@ -61,11 +61,6 @@ class Watch(pl.Callback):
             counts.append(self._process.num_fds())
             time.sleep(0.01)
         return min(counts)
-
-    def _wait_for_files(self) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while self._is_writing() and time.monotonic() < deadline:
-            time.sleep(0.005)
 
     def _is_writing(self) -> bool:
         # The oldest window is removed behind the last file.

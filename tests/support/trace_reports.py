@@ -124,6 +124,7 @@ def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] 
         "rank": None,
         "world_size": None,
         "devices": ("NVIDIA A100-SXM4-80GB",),
+        "capabilities": ((8, 0),),
         "start_ns": START,
         "end_ns": START + window_ns,
         "events": 5_000,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Noise(Dataset[torch.Tensor]):
@@ -65,6 +64,19 @@ class Perceptron(Steps, pl.LightningModule):
     """The network as a module of ``lightning.pytorch``."""
 
 
+class Raises(Perceptron):
+    """Raises an exception in the training step of a batch."""
+
+    def __init__(self, error: BaseException, at: int) -> None:
+        super().__init__()
+        self.error, self.at = error, at
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.at:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
 class Package:
     """One of Lightning's two packages, with a network and a Trainer of its own.
 
@@ -114,3 +126,14 @@ def manifest(run: Path, rank: int = 0) -> list[dict[str, Any]]:
 def rows_of(run: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
     """Give the manifest's rows of one kind."""
     return [row for row in manifest(run, rank) if row["kind"] == kind]
+
+
+def program(text: str) -> str:
+    """Give a program for a process of its own; ``sys``, ``Path`` and the small trainings are imported."""
+    imports = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from training import Perceptron, loader, trainer
+    """
+    return dedent(imports) + dedent(text)

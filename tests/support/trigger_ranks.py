@@ -19,6 +19,7 @@ from lightning_memprof import MemProfilerCallback, OutputOptions, StageSchedules
 from lightning_memprof.artifacts.trigger import read_plan, read_request
 from lightning_memprof.collectors import HostMemory, Pulse
 from training import Perceptron, loader, trainer
+from waiting import wait_until
 
 STEPS = 160
 CALL = 100
@@ -41,10 +42,9 @@ class Slow(pl.Callback):
 
     def wait_for_a_request(self) -> None:
         """Whoever asks may take long on a busy machine."""
-        run, until = self.memprof.run_directory, time.monotonic() + 60
+        run = self.memprof.run_directory
         assert run is not None
-        while read_request(run) is None and read_plan(run) is None and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: read_request(run) is not None or read_plan(run) is not None)
 
 
 def main(directory: Path) -> None:

@@ -28,9 +28,16 @@ WARM = (
     "torch._inductor.config",
 )  # fmt: skip
 LONGEST = 1 << 20
+# What could change what a helper process imports or records.
+OURS = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
 # prctl(2): a process whose parent ends becomes a child of this one.
 SET_CHILD_SUBREAPER = 36
 _COLD = subprocess.Popen
+
+
+def without_ours(*more: str) -> dict[str, str]:
+    """Return this process's variables without those of this package, and without ``more``."""
+    return {name: value for name, value in os.environ.items() if name not in (*OURS, *more)}
 
 
 class WarmPython(AbstractContextManager["WarmPython"]):
@@ -151,8 +158,13 @@ def serve(asks: socket.socket) -> dict[str, Any] | None:
         for name in WARM:
             importlib.import_module(name)
         read, write = os.pipe()
+        asked: dict[str, Any] = json.loads(message)
         if (between := os.fork()) == 0:
-            _fork_and_end(write)
+            _become_adopted()
+            if asked["is_session"]:
+                os.setsid()
+            # After it can be ended by its group, as a process that subprocess has started.
+            os.write(write, str(os.getpid()).encode())
             asks.close()
             for number, file in enumerate(files):
                 os.dup2(file, number)
@@ -162,15 +174,13 @@ def serve(asks: socket.socket) -> dict[str, Any] | None:
         for file in (read, write, *files):
             os.close(file)
         if between == 0:
-            asked: dict[str, Any] = json.loads(message)
             return asked
 
 
-def _fork_and_end(write: int) -> None:
+def _become_adopted() -> None:
     """Fork once more and end: the fork is adopted by the process that asked for it."""
     parent = os.getpid()
-    if pid := os.fork():
-        os.write(write, str(pid).encode())
+    if os.fork():
         os._exit(0)
     while os.getppid() == parent:
         time.sleep(0.001)
@@ -178,8 +188,6 @@ def _fork_and_end(write: int) -> None:
 
 def become(asked: dict[str, Any]) -> None:
     """Make this process what Python is when it starts with these arguments, and run them."""
-    if asked["is_session"]:
-        os.setsid()
     os.chdir(asked["directory"])
     os.environ.clear()
     os.environ.update(asked["environment"])

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import data
 import moments
 
 Place = Literal[
@@ -59,11 +58,6 @@ class Cell:
             self.struck = True
             (self.directory / f"struck.rank{self.rank}").touch()
             self.fault.strike(self)
-
-    def strike_again(self, place: str) -> None:
-        """Raise as the run ends, where the fault says so."""
-        if self.struck and self.fault.then == place:
-            raise data.StrikeError(f"struck again in {place}")
 
     def pids(self) -> list[int]:
         """Give the processes of all ranks, this one's included; each rank writes its own before it trains."""
@@ -119,8 +113,6 @@ class Fault:
         excuse: given the cell's directory and the moment, what of closed windows may be gone because the storage itself
             is, in words for the table; None where nothing may.
         arguments: further arguments of ``MemProfilerCallback``.
-        then: where the program raises once more as the run ends, after the fault has struck: ``on_exception`` of a
-            callback in front of ours, ``finalize`` of its logger or ``teardown`` of its strategy.
         tidy: when all ranks have ended, given the directory of the cell: gives back what a dead process cannot.
 
     """
@@ -141,5 +133,4 @@ class Fault:
     survives: bool = True
     excuse: Callable[[Path, moments.Moment], str | None] | None = None
     arguments: Callable[[Cell], Mapping[str, Any]] = _no_arguments
-    then: Literal["on_exception", "finalize", "teardown"] | None = None
     tidy: Callable[[Path], None] = _nothing_left

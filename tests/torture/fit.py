@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import moments
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memprof import Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
@@ -28,7 +28,6 @@ from lightning_memprof.collectors import (
     HookTimings,
     HostMemory,
     ModuleMemory,
-    ModuleRss,
     OOMAutopsy,
     OperatorTrace,
     Pulse,
@@ -39,8 +38,6 @@ from lightning_memprof.collectors import (
 from training import Perceptron
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lightning_memprof import Mark, RunContext
     from lightning_memprof.collectors import Window
 
@@ -115,35 +112,8 @@ class Striking(pl.Callback):
         if self.cell.fault.place == "teardown":
             self.cell.strike()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        self.cell.strike_again("on_exception")
-
     def close(self) -> None:
         os.close(self._trail)
-
-
-class Logging(CSVLogger):
-    """The user's logger."""
-
-    def __init__(self, cell: fault.Cell, log_dir: Path) -> None:
-        super().__init__(log_dir.parent, name="", version=log_dir.name)
-        self._cell = cell
-
-    def finalize(self, status: str) -> None:
-        super().finalize(status)
-        self._cell.strike_again("finalize")
-
-
-class Alone(SingleDeviceStrategy):
-    """The user's strategy for one process."""
-
-    def __init__(self, cell: fault.Cell) -> None:
-        super().__init__("cpu")
-        self._cell = cell
-
-    def teardown(self) -> None:
-        super().teardown()
-        self._cell.strike_again("teardown")
 
 
 class Fetched(data.Batches):
@@ -155,15 +125,8 @@ class Fetched(data.Batches):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         cell = self._cell
-        if (
-            cell.fault.place == fault.ANYWHERE
-            and not cell.ours
-            and (index, cell.moment.name)
-            == (
-                cell.moment.step,
-                "save",
-            )
-        ):
+        in_saving = index == cell.moment.step and cell.moment.name == "save"
+        if in_saving and cell.fault.place == fault.ANYWHERE and not cell.ours:
             cell.strike()
         return super().__getitem__(index)
 
@@ -207,20 +170,16 @@ def fit(cell: fault.Cell) -> pl.LightningModule:
     striking = Striking(cell)
     cell.notes["model"] = model
     try:
-        trainer = cell.notes["trainer"] = pl.Trainer(**_options(cell, cell.log_dir), callbacks=[striking, *_ours(cell)])
+        trainer = pl.Trainer(**_options(cell, cell.log_dir), callbacks=[striking, *_ours(cell)])
         trainer.fit(model, _loader(cell), DataLoader(data.Batches(1), batch_size=None))
     finally:
-        # It holds the loops and their workers.
-        cell.notes.pop("trainer", None)
         striking.close()
     return model
 
 
 def next_fit(cell: fault.Cell) -> str:
     """Train again in this process, alone; give what became of the weights."""
-    if "next" not in cell.notes:
-        cell.notes["next"] = cell.directory / f"next.rank{cell.rank}"
-    directory = cell.notes["next"]
+    directory = cell.directory / f"next.rank{cell.rank}"
     torch.manual_seed(5)
     model = Struck(None)
     callbacks: list[pl.Callback] = []
@@ -237,14 +196,12 @@ def next_fit(cell: fault.Cell) -> str:
 def _options(cell: fault.Cell, log_dir: Any) -> dict[str, Any]:
     options = _quiet() | {
         "devices": cell.world,
-        "logger": Logging(cell, log_dir),
+        "logger": CSVLogger(log_dir.parent, name="", version=log_dir.name),
         "val_check_interval": 1,
         "limit_val_batches": 1,
         "profiler": ExtendedPyTorchProfiler() if cell.ours else None,
     }
-    if cell.world > 1:
-        return options | {"strategy": DDPStrategy(process_group_backend="gloo")}
-    return options | ({"strategy": Alone(cell)} if cell.fault.then == "teardown" else {})
+    return options | ({"strategy": DDPStrategy(process_group_backend="gloo")} if cell.world > 1 else {})
 
 
 def _quiet() -> dict[str, Any]:
@@ -266,7 +223,7 @@ def _ours(cell: fault.Cell) -> list[pl.Callback]:
     # The last one named is left first.
     collectors = [
         Pulse(), HostMemory(), AllocatorStats(), HookTimings(), FunctionMemory(), SavedTensors(), OOMAutopsy(),
-        SystemStats(), GarbageCollection(), Throughput(), ModuleRss(), ModuleMemory(),
+        SystemStats(), GarbageCollection(), Throughput(), ModuleMemory(),
         OperatorTrace(profile_memory=True),
         *cell.fault.collectors(cell), Saving(cell),
     ]  # fmt: skip

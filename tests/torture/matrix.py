@@ -18,9 +18,7 @@ from typing import Any, Final
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 import workers
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import measured
 
@@ -33,7 +31,7 @@ QUICK: Final = (
     ("exception in a callback", "teardown", 1),
     ("exception in a data loader worker (fork)", "active", 1),
     ("Ctrl-C", "save", 1),
-    ("SIGTERM", "teardown", 1),
+    ("SIGTERM", "active", 1),
     ("SIGKILL of all ranks", "save", 1),
     ("SIGKILL of one rank", "save", 2),
     ("host out of memory (refused)", "active", 1),
@@ -69,15 +67,14 @@ def main() -> int:
 def watch(asked: list[workers.Asked], directory: Path, jobs: int) -> dict[tuple[str, str, int], dict[str, Any]]:
     """Run the cells and say on the way what is red."""
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
-    console = Console(stderr=True)
-    with progress(console) as bar:
+    with measured.progress() as bar:
         task = bar.add_task("faults", total=len(asked))
         for result in workers.results(asked, directory, jobs):
             found[result["fault"], result["moment"], result["world"]] = result
-            bar.advance(task)
+            bar.update(task, advance=1, refresh=True)
             if result["red"]:
                 where = f"{result['fault']}, {result['moment']}, world={result['world']}"
-                console.print(f"[red]red[/red]: {escape(where)}: {escape(' | '.join(result['red'])[-600:])}")
+                bar.console.print(f"[red]red[/red]: {escape(where)}: {escape(' | '.join(result['red'])[-600:])}")
     return found
 
 
@@ -125,17 +122,6 @@ def parse() -> argparse.Namespace:
     if options.results is not None and not options.results.parent.is_dir():
         parser.error(f"--results {options.results}: there is no directory {options.results.parent}")
     return options
-
-
-def progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ class Moment:
 
     Attributes:
         name: of the column.
-        says: what it is, for the page.
         step: in which it is, 0 to 14; None after the last one.
         window: the window that is being saved; None where none is.
         closed: number of windows that had been closed before.
@@ -25,18 +24,17 @@ class Moment:
     """
 
     name: str
-    says: str
     step: int | None
     window: int | None
     closed: int
 
 
 MOMENTS: Final = (
-    Moment("before", "in the first step, when no window has been opened", 0, None, 0),
-    Moment("warmup", "in the warmup step of the second window; the first one is closed", 7, None, 1),
-    Moment("active", "in the first recorded step of the second window", 8, None, 1),
-    Moment("save", "the second window is being saved", 10, 1, 1),
-    Moment("teardown", "the steps are over and the third window is still to be saved", None, 2, 2),
+    Moment("before", 0, None, 0),
+    Moment("warmup", 7, None, 1),
+    Moment("active", 8, None, 1),
+    Moment("save", 10, 1, 1),
+    Moment("teardown", None, 2, 2),
 )
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import fault
-
-
-def _everyone(world: int) -> Sequence[int]:
-    return range(world)
 
 
 def _signal_self(number: signal.Signals) -> Callable[[fault.Cell], None]:
@@ -37,14 +33,14 @@ FAULTS: Final = (
         says="SIGINT to every rank, as a terminal sends it",
         place=fault.ANYWHERE,
         strike=_signal_self(signal.SIGINT),
-        victims=_everyone,
+        victims=range,
     ),
     fault.Fault(
         name="SIGTERM",
         says="SIGTERM to every rank, as a scheduler sends it",
         place=fault.ANYWHERE,
         strike=_signal_self(signal.SIGTERM),
-        victims=_everyone,
+        victims=range,
     ),
     fault.Fault(
         name="SIGKILL of one rank",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import clock_faults
 import fault
 import memory_faults
 import process_faults
@@ -20,6 +19,5 @@ def faults() -> tuple[fault.Fault, ...]:
         *memory_faults.FAULTS,
         *recorder_faults.FAULTS,
         *storage_faults.FAULTS,
-        *clock_faults.FAULTS,
         *writer_faults.FAULTS,
     )

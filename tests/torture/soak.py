@@ -10,27 +10,70 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from typing import Final
+from statistics import median
+from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 import measured
-from soak_judge import Soaked, command, environment
 
+SUPPORT: Final = Path(__file__).resolve().parents[1] / "support"
 COMMAND: Final = "make soak"
 STEPS, EVERY = 20_000, 100
 QUICK_STEPS: Final = 3000
 # Ten windows are not judged, and a slope needs some more; a window has three steps and some wait before it.
 LEAST_WINDOWS, LEAST_EVERY = 15, 5
+WARM_WINDOWS: Final = 10
+MOST_BYTES: Final = 1000
+MOST_TIMES: Final = 1.5
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """The lines that a fit has printed, one a window, judged."""
+
+    lines: Sequence[Line]
+
+    @property
+    def settled(self) -> Sequence[Line]:
+        """Those after the tenth window."""
+        return self.lines[WARM_WINDOWS:]
+
+    def slope(self, column: str) -> float:
+        """Give the growth a window after the tenth: the median of the slopes between all pairs (Theil and Sen)."""
+        points = list(enumerate(sample[column] for sample in self.settled))
+        pairs = combinations(points, 2)
+        return float(median((later - first) / (after - before) for (before, first), (after, later) in pairs))
+
+    def spread(self, column: str) -> tuple[int, int]:
+        """Give the least and the most after the tenth window."""
+        values = [sample[column] for sample in self.settled]
+        return min(values), max(values)
+
+    def faults(self, *, resident: bool) -> list[str]:
+        """Say what grew; ``resident`` judges the resident size too, which needs some hundred windows."""
+        found = []
+        if resident and self.slope("bytes") >= MOST_BYTES:
+            found.append(f"rss grows by {self.slope('bytes'):.0f} bytes a window, fewer than {MOST_BYTES} are allowed")
+        for column in ("handles", "threads"):
+            least, most = self.spread(column)
+            if most > least:
+                found.append(f"{column}: {least} to {most}, after the tenth window it must not change")
+        for column in ("window_files", "window_bytes"):
+            least, most = self.spread(column)
+            # Traces are not of one size to the byte, and a window has none while the writer is behind.
+            if most > MOST_TIMES * least:
+                found.append(f"{column}: {least} to {most}; keep_windows bounds them")
+        return found
 
 
 @dataclass(frozen=True)
@@ -44,7 +87,8 @@ class Fit:
     @property
     def environment(self) -> dict[str, str]:
         """The variables of its process."""
-        return environment() | ({"MALLOC_PERTURB_": "1"} if self.touched else {})
+        touched = {"MALLOC_PERTURB_": "1"} if self.touched else {}
+        return os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"} | touched
 
 
 JUDGED: Final = Fit("ours", "lightning-memprof")
@@ -64,9 +108,8 @@ def watch(directory: Path, steps: int, every: int, fit: Fit) -> Soaked:
 
     """
     lines = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    asked = command(directory, steps, every, fit.how)
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    asked = [sys.executable, str(SUPPORT / "soaked_fit.py"), str(directory), str(steps), str(every), fit.how]
+    with measured.progress() as bar:
         task = bar.add_task(f"soak: {fit.name}", total=steps // every)
         with subprocess.Popen(
             asked, env=fit.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -74,7 +117,7 @@ def watch(directory: Path, steps: int, every: int, fit: Fit) -> Soaked:
             for line in process.stdout or ():
                 if line.startswith("{"):
                     lines.append(json.loads(line))
-                    bar.advance(task)
+                    bar.update(task, advance=1, refresh=True)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, asked)
     return Soaked(lines)

@@ -10,7 +10,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -19,9 +18,10 @@ from typing import Any, Final
 
 import fault
 
+from waiting import wait_until
+
 DISK_BYTES: Final = 6 << 20
 FILLER: Final = "filler"
-SECONDS: Final = 30.0
 # <sys/mount.h>
 MNT_DETACH: Final = 2
 # <linux/capability.h>: root reads and writes whatever the rights say.
@@ -54,7 +54,7 @@ def small_disk(cell: fault.Cell) -> Iterator[None]:
         if not _mount(disk):
             raise OSError(ctypes.get_errno(), "no small disk", str(disk))
         (cell.directory / "mounted").touch()
-    _wait_for(cell.directory / "mounted")
+    wait_until((cell.directory / "mounted").exists)
     yield
 
 
@@ -154,12 +154,6 @@ def put_back(cell: fault.Cell) -> Iterator[None]:
     finally:
         for owner, name, before in reversed(cell.notes.pop("patches", [])):
             setattr(owner, name, before)
-
-
-def _wait_for(file: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def _mount(place: Path) -> bool:

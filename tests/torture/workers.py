@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -13,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from warm_python import without_ours
+
 HERE: Final = Path(__file__).resolve().parent
-# What could change what a cell imports or records.
-OURS: Final = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def _work(waiting: queue.Queue[Asked], told: queue.Queue[dict[str, Any] | None],
 
 def _one_process(waiting: queue.Queue[Asked], told: queue.Queue[dict[str, Any] | None], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name not in OURS} | {
+    environment = without_ours() | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(HERE.parent / "support"),
         # torch's own lines about each window; its errors stay.

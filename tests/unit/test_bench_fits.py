@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import cProfile
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,8 @@ import bench
 import configurations
 import figures
 import measuring
-import misses
 import pair
-import profiles
+import part
 import told
 import workload
 
@@ -42,17 +39,13 @@ def told_of(found: dict[str, figures.Row]) -> told.Told:
     return told.Told(60, {"gpt": found}, {"gpt": [20.0]}, {"gpt": 1})
 
 
-def by_name(found: dict[str, figures.Row]) -> dict[str, aims.Aim]:
+def by_name(found: dict[str, figures.Row]) -> dict[str, part.Target]:
     return {aim.target.split(":", 1)[1].strip(): aim for aim in aims.of_workload("gpt", found)}
 
 
-def test_a_step_that_is_slower_than_the_null_pair_misses_its_target_and_is_profiled_once():
+def test_a_step_that_is_slower_than_the_null_pair_misses_its_target():
     found = by_name(rows(fit("bare", step=0.0201), fit("default", step=0.021, active=0.021, closing=0.021)))
     assert [aim.met for name, aim in found.items() if "`default`: 1.00" in name] == [False, False]
-    assert misses.of(found.values()) == [
-        misses.Miss("gpt", "default", "after"),
-        misses.Miss("gpt", "default", "waiting"),
-    ]
 
 
 def test_a_step_within_the_null_pairs_distance_meets_its_target():
@@ -82,7 +75,6 @@ def test_a_stall_that_is_lost_in_its_own_spread_is_neither_shown_nor_judged():
     aim = next(aim for aim in by_name(found).values() if "`default`, `stop_trace` counted in both" in aim.target)
     assert (aim.met, aim.verdict) == (None, "not measurable")
     assert aim.measured == "-4310 ± 4710 ms, by hand 1100 ± 0 ms"
-    assert misses.of([aim]) == []
     page = told.markdown(told_of(found), {"gpt": "a GPT"}, configurations.configurations())
     cells = next(line for line in page.splitlines() if line.startswith("| `default`")).split(" | ")
     assert cells[told.HEADINGS.index("window end, ms")] == "-"
@@ -90,38 +82,8 @@ def test_a_stall_that_is_lost_in_its_own_spread_is_neither_shown_nor_judged():
     assert cells[told.HEADINGS.index("window end, ms")] == "1100 ± 0"
 
 
-def test_the_page_begins_with_what_the_defaults_cost_on_each_workload():
-    found = told_of(rows(fit("bare"), fit("default", active=0.03, closing=0.42)))
-    found.apart = aims.Apart(rss_bytes={"bare": [0], "default": [70 << 20]})
-    found.rows["network"], found.bare_ms["network"], found.rounds["network"] = found.rows["gpt"], [20.0], 1
-    page = told.markdown(found, {"gpt": "a GPT", "network": "modules"}, configurations.configurations())
-    first, table = page.split("\n\n")[:2]
-    assert first == "### The defaults (`default`) in short"
-    assert table.splitlines()[2:] == [
-        "| a GPT | 1.00 | 1.00 | 1.50 | 390 | 0 |  | 0.00 |",
-        "| modules | 1.00 | 1.00 | 1.50 | 390 | 0 | 70 | 0.00 |",
-    ]
-
-
-def test_a_profile_shows_what_took_longer_without_addresses_and_says_when_a_fit_was_shorter():
-    spent = profiles.Spent
-    ours = replace(fit("default"), profile={"slower": spent(2, 0.003, 0.003), "faster": spent(1, 0.001, 0.001)})
-    bare = replace(fit("bare"), profile={"slower": spent(2, 0.001, 0.001), "faster": spent(1, 0.005, 0.005)})
-    shown = misses.text(misses.Miss("gpt", "default", "active"), ours, bare, 2)
-    assert shown.startswith("### `default` on gpt: active\n\n1.00 ms less than bare a step.\n\n")
-    assert "| `slower` | 1 | 1.00 | 1.50 |" in shown
-    assert "faster" not in shown
-    profile = cProfile.Profile()
-    profile.enable()
-    object.__new__(object)
-    profile.disable()
-    assert any("0x" in str(entry.code) for entry in profile.getstats())
-    assert "<built-in method __new__ of type object>" in profiles.spent(profile)
-
-
-def test_a_trial_judges_nothing_and_profiles_nothing(monkeypatch, tmp_path, capsys):
+def test_a_trial_judges_nothing(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("measured.MEASURED", tmp_path)
-    explained = []
 
     class Quick(measuring.Bench):
         """Fits nothing: what was fitted is given."""
@@ -131,10 +93,8 @@ def test_a_trial_judges_nothing_and_profiles_nothing(monkeypatch, tmp_path, caps
             self.found = measuring.Rounds(slow, 1)
 
         def warm_up(self, stretches): ...
-        def rounds(self, part): ...
+        def rounds(self, tick): ...
         def close(self): ...
-        def explain(self, missed, stretches, part):
-            explained.extend(missed)
 
     monkeypatch.setattr(measuring, "Bench", Quick)
     plan = measuring.Plan("gpt", 1, ["bare", "default"], 60, 1, 0.0)
@@ -142,22 +102,20 @@ def test_a_trial_judges_nothing_and_profiles_nothing(monkeypatch, tmp_path, caps
     options = bench.parse()
     for trial, word in ((False, "**missed**"), (True, "not judged")):
         found = told.Told(60, is_trial=trial)
-        with bench.part.progress() as drawn:
-            bench.measure_workload(measuring.Bar(drawn), plan, found)
+        with bench.progress() as drawn:
+            bench.measure_workload(drawn, plan, found)
         assert {aim.verdict for aim in found.aims} == {word}
-        assert bool(explained) is not trial
-        explained.clear()
-        bench.publish(options, found, {})
+        bench.publish(options, found)
     printed = capsys.readouterr().out
     assert printed.rstrip().endswith("A trial: nothing was written.")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fits-profiles.md", "fits.md"]
+    assert [path.name for path in tmp_path.iterdir()] == ["fits.md"]
     assert "not judged" not in (tmp_path / "fits.md").read_text(encoding="utf-8")
 
 
 def test_the_end_of_a_fit_is_compared_with_that_of_lightnings_profiler():
     found = by_name(rows(fit("default", end=0.3), fit("lightning", end=2.2)))
     aim = next(aim for name, aim in found.items() if name.startswith("end of fit"))
-    assert (aim.measured, aim.met, aim.stretch) == ("0.095", True, "end")
+    assert (aim.measured, aim.met) == ("0.095", True)
 
 
 def test_growth_is_what_a_process_has_beyond_one_that_records_nothing():
@@ -167,20 +125,21 @@ def test_growth_is_what_a_process_has_beyond_one_that_records_nothing():
     assert (verdict.measured.split()[0], verdict.met) == ("0.27", True)
 
 
+@pytest.mark.parametrize("name", configurations._of_ours())
+def test_every_configuration_of_this_package_can_be_made(name, tmp_path):
+    assert configurations.configurations()[name].arguments(tmp_path)["callbacks"]
+
+
 @pytest.mark.slow
 def test_a_pair_of_real_fits_gives_every_figure_and_one_that_fails_says_why_and_leaves_no_process():
-    profiled = misses.steps("closing", STRETCHES, 32)
     workers = pair.Pair()
-    ours, bare = workers.fit(workload.Job("default", "small", 32, profiled=profiled), workload.Job("bare", "small", 32))
+    ours, bare = workers.fit(workload.Job("default", "small", 32), workload.Job("bare", "small", 32))
     assert len(ours.wall.steps) == len(bare.wall.steps) == 31
     assert 0 < ours.stop < ours.wall.steps[STRETCHES.closing]
     assert bare.stop == 0
     assert ours.size_bytes > 10_000
     assert bare.size_bytes == 0
-    assert ours.pulse_us
     assert ours.faults == ()
-    assert any(name.startswith("lightning_memprof/capture/collectors/operator_trace.py") for name in ours.profile)
-    assert bare.profile == {}
     with pytest.raises(RuntimeError, match="no such configuration"):
         workers.fit(workload.Job("no such configuration", "small", 32), workload.Job("bare", "small", 32))
     assert not any(process.is_alive() for process in workers._processes)

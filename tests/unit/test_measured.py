@@ -49,15 +49,6 @@ def test_a_fragment_names_the_commit_and_whether_its_sources_were_changed(
     assert measured.origin("make bench").splitlines()[0].rstrip().endswith(f", at commit {commit} and changes")
 
 
-def test_a_bar_in_a_cell_makes_no_further_cell() -> None:
-    assert measured.table(["a", "b"], [[1, "x | y\nz"]]) == "| a | b |\n| --- | --- |\n| 1 | x \\| y z |"
-
-
-def test_a_row_with_a_cell_too_few_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs 2 cells"):
-        measured.table(["a", "b"], [[1]])
-
-
 def test_every_fragment_says_which_command_made_it() -> None:
     fragments = sorted((Path(__file__).parents[2] / "docs" / "measured").glob("*.md"))
     assert fragments

@@ -138,9 +138,9 @@ def test_everything_that_is_imported_is_required(distribution):
         if top not in {*sys.stdlib_module_names, "lightning_memprof"}
         and not required & {normal(name) for name in providers.get(top, [])}
     }
-    # lightning carries the first, and it is looked at only where the user's program has imported it; the second is the
-    # extra `parquet`; the third imports the module that imports it.
-    assert undeclared <= {"pytorch_lightning", "pyarrow", "pytest"}
+    # lightning carries the first, and it is looked at only where the user's program has imported it; the second imports
+    # the module that imports it.
+    assert undeclared <= {"pytorch_lightning", "pytest"}
 
 
 def imported_packages():

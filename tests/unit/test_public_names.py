@@ -25,10 +25,10 @@ ROOT = {
 NAMESPACES = {
     "collectors": {
         "AllocatorHistory", "AllocatorStats", "CallRange", "FSDPMemory", "FunctionMemory", "GarbageCollection",
-        "Hangs", "Holders", "HookTimings", "HostMemory", "ModuleMemory", "ModuleRss", "OOMAutopsy", "OperatorTrace",
+        "Hangs", "Holders", "HookTimings", "HostMemory", "ModuleMemory", "OOMAutopsy", "OperatorTrace",
         "Pulse", "SavedTensors", "SystemStats", "Throughput", "UserHooks", "Window",
     },
-    "triggers": {"AllocatorRetries", "Anomaly", "MemoryGrowth", "NearOOM", "SlowStep"},
+    "triggers": {"AllocatorRetries", "Anomaly", "NearOOM", "SlowStep"},
     "compat.fts": {
         "MemProfiler", "MemProfilerCLI", "MemProfilerCfg", "MemProfilerFuncs", "MemProfilerHooks",
         "MemProfilerSchedule", "add_memprofiler_arguments",

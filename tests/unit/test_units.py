@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_memprof.units import AT_ONCE_US, format_count, format_list, nanoseconds, printable, quoted
+from lightning_memprof.units import AT_ONCE_US, format_count, format_list, nanoseconds, printable, quoted, sentence
 
 
 @given(st.integers(-(2**43) * 1000, 2**43 * 1000))
@@ -57,3 +57,8 @@ def test_a_quoted_name_is_one_printable_line_that_a_shell_reads_back(name: str) 
 def test_a_printable_text_is_the_same_but_for_control_characters(name: str) -> None:
     assert printable(name).isprintable()
     assert (printable(name) == name) is name.isprintable()
+
+
+@pytest.mark.parametrize(("clauses", "text"), [(("it waits", "", "3 calls"), "It waits; 3 calls."), (("",), "")])
+def test_clauses_make_one_sentence(clauses: tuple[str, ...], text: str) -> None:
+    assert sentence(*clauses) == text

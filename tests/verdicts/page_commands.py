@@ -1,15 +1,13 @@
-"""Programs that the scores run: the command line of the package, its pages, and training scripts without it."""
+"""Programs that the scores run: the command line of the package, and its pages."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
-HERE: Final = Path(__file__).resolve().parent
 COMMAND: Final = Path(sys.executable).parent / "lightning-memprof"
 LIMIT_S: Final = 600
 # Two threads that spin while they wait make a step ten times as long where another process has a core.
@@ -35,14 +33,6 @@ def recorded(script: str, name: str, directory: Path, *, is_healthy: bool) -> st
     """Run a training with the profiler in a directory and give all that it printed, the page at its end included."""
     healthy = ["--healthy"] if is_healthy else []
     return _output([str(COMMAND), "run", script, name, *healthy], directory, errors=subprocess.STDOUT)
-
-
-def bare(script: str, name: str, directory: Path, *, is_healthy: bool) -> dict[str, Any]:
-    """Run a training without the profiler and return its figures, those of ``bare.py``."""
-    healthy = ["--healthy"] if is_healthy else []
-    text = _output([sys.executable, str(HERE / "bare.py"), script, name, *healthy], directory)
-    figures: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return figures
 
 
 def _output(program: list[str], directory: Path, *, errors: int = subprocess.PIPE) -> str:

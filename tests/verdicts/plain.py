@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import lightning
 import torch
@@ -19,6 +20,7 @@ WIDTH = 512
 BATCH = 256
 CLASSES = 10
 STEPS = 60
+T_co = TypeVar("T_co", covariant=True)
 RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
 
 
@@ -72,6 +74,15 @@ def rows_at_once(table: TensorDataset, batch: int) -> DataLoader:
     return DataLoader(table, sampler=BatchSampler(RandomSampler(table), batch, drop_last=True), batch_size=None)
 
 
+class Counted(Dataset[T_co]):
+    """A data set of ``samples`` samples, which are made or read when they are asked for."""
+
+    samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+
 class Vectors(Dataset[tuple[Tensor, int]]):
     """Labeled vectors of ``WIDTH`` floats, in memory."""
 
@@ -95,6 +106,20 @@ def labeled(samples: int, *shape: int, classes: int = CLASSES) -> TensorDataset:
     return TensorDataset(torch.randn(samples, *shape), torch.randint(classes, (samples,)))
 
 
+class Trained(lightning.LightningModule):
+    """A module whose class statement names its optimizer: ``class Net(Trained, optimizer=SGD, lr=0.01)``."""
+
+    optimizer_of: ClassVar[Callable[..., torch.optim.Optimizer]]
+
+    def __init_subclass__(cls, optimizer: type[torch.optim.Optimizer] | None = None, **options: Any) -> None:
+        super().__init_subclass__()
+        if optimizer is not None:
+            cls.optimizer_of = staticmethod(partial(optimizer, **options))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer_of(self.parameters())
+
+
 class Residual(nn.Module):
     """Two linear layers and a skip connection."""
 
@@ -109,7 +134,7 @@ class Residual(nn.Module):
         return x + hidden
 
 
-class Classifier(lightning.LightningModule):
+class Classifier(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """A residual network over vectors of ``width`` floats."""
 
     def __init__(self, width: int = WIDTH, depth: int = 3, classes: int = CLASSES) -> None:
@@ -126,9 +151,6 @@ class Classifier(lightning.LightningModule):
         loss = functional.cross_entropy(self(features), labels)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Tokens(Dataset[Tensor]):
@@ -179,7 +201,7 @@ class Layer(nn.Module):
         return hidden
 
 
-class LanguageModel(lightning.LightningModule):
+class LanguageModel(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Predicts the next token; token 0 is padding. A batch has the shape batch x length."""
 
     def __init__(self, layers: int = 2, width: int = 128, heads: int = 4, vocabulary: int = 1000) -> None:
@@ -203,6 +225,3 @@ class LanguageModel(lightning.LightningModule):
         loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -34,7 +34,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 from results import Result, page, totals
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from scoring import (
     CAUSE_AIM,
@@ -46,7 +45,7 @@ from scoring import (
 )
 from trainings import Case, is_recorded, run_case
 
-from measured import write_fragment
+from measured import progress, write_fragment
 
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE.parents[1] / "build" / "verdicts.json"
@@ -126,12 +125,8 @@ def busy_core() -> Iterator[None]:
 
 
 def run_all(cases: Sequence[Case], options: argparse.Namespace) -> list[Result]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with (
-        Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress,
-        ProcessPoolExecutor(options.jobs) as pool,
-    ):
-        task = progress.add_task("trainings", total=len(cases))
+    with progress() as bar, ProcessPoolExecutor(options.jobs) as pool:
+        task = bar.add_task("trainings", total=len(cases))
         pending = {
             pool.submit(run_case, case, options.recordings, is_loaded=options.loaded): index
             for index, case in enumerate(cases)
@@ -139,7 +134,7 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> list[Result]:
         results: dict[int, Result] = {}
         for future in as_completed(pending):
             results[pending[future]] = result = future.result()
-            progress.update(task, advance=1, description=result.name)
+            bar.update(task, advance=1, description=result.name, refresh=True)
     return [results[index] for index in sorted(results)]
 
 

@@ -6,10 +6,9 @@ import math
 from itertools import pairwise
 from typing import Any
 
-import lightning
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from plain import Classifier
+from plain import Classifier, Trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -21,7 +20,7 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
     )
 
 
-class PictureClassifier(lightning.LightningModule):
+class PictureClassifier(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     def __init__(self, channels: int = 3, width: int = 32, classes: int = 8) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
@@ -43,9 +42,6 @@ class PictureClassifier(lightning.LightningModule):
         self.log("train_loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def halving(channels: int, out: int, kernel: int = 3) -> nn.Sequential:
     """Halve the resolution."""
@@ -54,7 +50,7 @@ def halving(channels: int, out: int, kernel: int = 3) -> nn.Sequential:
     )
 
 
-class HalvingClassifier(lightning.LightningModule):
+class HalvingClassifier(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """A small convolutional network."""
 
     def __init__(self, channels: int, widths: tuple[int, ...], classes: int) -> None:
@@ -72,11 +68,8 @@ class HalvingClassifier(lightning.LightningModule):
         self.log("train_loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-
-class LeafNet(lightning.LightningModule):
+class LeafNet(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     def __init__(self, width: int = 16, classes: int = 12) -> None:
         super().__init__()
         self.features = nn.Sequential(
@@ -96,11 +89,8 @@ class LeafNet(lightning.LightningModule):
         self.log("train/loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-
-class SeriesModel(lightning.LightningModule):
+class SeriesModel(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Convolutions along the time, for a class."""
 
     def __init__(self, channels: int, width: int, classes: int, stride: int = 4) -> None:
@@ -121,14 +111,11 @@ class SeriesModel(lightning.LightningModule):
         self.log("train_loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 BANDS = 40
 
 
-class SoundNet(lightning.LightningModule):
+class SoundNet(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Convolutions over time of frames with ``BANDS`` values, and a mean over the frames that count."""
 
     def __init__(self, width: int = 192, depth: int = 3, classes: int = 20) -> None:
@@ -150,9 +137,6 @@ class SoundNet(lightning.LightningModule):
         self.log("loss", loss, batch_size=len(mask))
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 class Unit(nn.Module):
     def __init__(self, width: int) -> None:
@@ -165,7 +149,7 @@ class Unit(nn.Module):
         return x + self.fall(torch.relu(self.rise(self.norm(x))))
 
 
-class Spectra(lightning.LightningModule):
+class Spectra(Trained, optimizer=torch.optim.SGD, lr=0.01, foreach=True):
     """Classifies frames of a spectrogram."""
 
     def __init__(self, bins: int = 128, width: int = 256, depth: int = 4, classes: int = 35) -> None:
@@ -183,9 +167,6 @@ class Spectra(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, foreach=True)
-
 
 def spectrograms(samples: int, frames: int = 32, bins: int = 128) -> TensorDataset:
     return TensorDataset(torch.randn(samples, frames, bins), torch.randint(35, (samples,)))
@@ -198,7 +179,7 @@ def perceptron(inputs: int, width: int, depth: int, outputs: int) -> nn.Sequenti
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
-class Regressor(lightning.LightningModule):
+class Regressor(Trained, optimizer=torch.optim.SGD, lr=1e-3):
     def __init__(self, inputs: int, width: int = 1280) -> None:
         super().__init__()
         self.network = perceptron(inputs, width, 2, 1)
@@ -211,9 +192,6 @@ class Regressor(lightning.LightningModule):
         loss = functional.mse_loss(self(rows), target)
         self.log("mse", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 VOCAB = 2000
@@ -265,7 +243,7 @@ class StoredPositionalEncoding(nn.Module):
         return x + self.pe[: x.size(1)]
 
 
-class MiniGPT(lightning.LightningModule):
+class MiniGPT(Trained, optimizer=torch.optim.SGD, lr=0.05):
     def __init__(self, positions: nn.Module, dim: int = 256, depth: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
@@ -283,9 +261,6 @@ class MiniGPT(lightning.LightningModule):
         self.log("train_loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
 
 class Highway(nn.Module):
     """Two layers of which one is a gate."""
@@ -299,8 +274,5 @@ class Highway(nn.Module):
         return torch.lerp(x, functional.gelu(self.candidate(x)), self.gate(x).sigmoid())
 
 
-class Tabular(Classifier):
+class Tabular(Classifier, optimizer=torch.optim.Adam, lr=1e-3, fused=True):
     """The same network, trained by a fused Adam."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-3, fused=True)

@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.table import NODE, Table, joined, summed, time_lines
 from lightning_memprof.account.ledger.work import operator_work, shaped
-from lightning_memprof.account.parts import BUSY, PARTS, PHASE_PARTS, Part
-from lightning_memprof.account.trace.device import copy_kind, totals_by
-from lightning_memprof.account.trace.events import HostEvents, is_own_work, is_place
-from lightning_memprof.account.trace.idle import (
-    COLLECTS,
-    LOADING,
-    READS_BACK,
-    call_part,
-    gap_ends,
-    graph_captures,
-)
+from lightning_memprof.account.parts import BUSY, PARTS, Part
+from lightning_memprof.account.trace.cold import graph_captures
+from lightning_memprof.account.trace.device import LATENCY_NS, copy_kind, totals_by
+from lightning_memprof.account.trace.events import HostEvents, Thread, is_own_work
 from lightning_memprof.account.trace.model import IdleCause
-from lightning_memprof.account.trace.spans import is_loading
-from lightning_memprof.read.trace.columns import Kind
+from lightning_memprof.account.trace.table import EventTable
+from lightning_memprof.read.trace.columns import Kind, TraceColumns
 from lightning_memprof.read.trace.intervals import (
+    Column,
     Intervals,
     difference,
     innermost_stretches,
@@ -44,83 +40,55 @@ from lightning_memprof.read.trace.intervals import (
     union,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from lightning_memprof.account.trace.events import Thread
-    from lightning_memprof.account.trace.table import EventTable
-    from lightning_memprof.read.trace.columns import TraceColumns
-    from lightning_memprof.read.trace.intervals import Column
-
-    _Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
+_Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
 
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
 _ENCLOSING: Final = (Part.COLD_START, Part.IDLE_SYNCHRONIZATION, Part.IDLE_DATA, Part.IDLE_GC_PAUSES)
-# The passes whose kernels have lines of their own, and the action around those of forward.
-_PASSES: Final = (Part.FORWARD, Part.BACKWARD)
+# The action around the kernels of forward.
 _FORWARD: Final = re.compile(r"\[pl\]\[profile\]\[Strategy\]\w+\.training_step\Z")
 _NONE: Final = -1
 # The recording does not have the launch.
 _UNKNOWN: Final = -2
 
 
-class DeviceAccount(NamedTuple):
-    """The owners of a device's time, and the gaps in its work by cause, longest first.
-
-    Before the first event of the trace an event may run that began before the recording, and is missing: the first
-    ``unsure_ns`` of the idle time have no cause.
-    """
-
-    ledger: TimeLedger
-    idle: tuple[IdleCause, ...]
-    unsure_ns: int
-
-
-def device_account(table: EventTable) -> DeviceAccount | None:
-    """Return the owners of the device's time in the steps; None where nothing ran on a device.
+def device_account(table: EventTable) -> tuple[TimeLedger | None, tuple[IdleCause, ...]]:
+    """Return the owners of the device's time in the steps, None where nothing ran on a device, and the causes of gaps.
 
     Without steps, the time from the first device event to the last one is the step. Where the host is ahead, the
     device's time for the steps counts.
     """
-    columns, device, steps, ranges = table.columns, table.device, table.steps, table.ranges
+    columns, device, count = table.columns, table.device, len(table.ranges)
     if not len(device.busy.starts):
-        return None
-    if steps:
-        owned: Sequence[tuple[int, int]] = [(step.start, step.end) for step in table.working]
-        basis = "1 recorded step" if len(steps) == 1 else f"{len(steps)} recorded steps"
-        basis += "" if owned == ranges else ", as long as the device works for them: the host is ahead"
-    else:
-        owned = ranges
-        basis = "the time from the first device event to the last one: the trace has no steps"
-    start, end = owned[0][0], max(end for _, end in owned)
-    if start == end:
-        return None
+        return None, ()
+    basis = "the time from the first device event to the last one: the trace has no steps"
+    if table.steps:
+        basis = "1 recorded step" if count == 1 else f"{count} recorded steps"
+    if table.ahead:
+        basis += ", as long as the device works for them: the host is ahead"
+    owned = table.ahead or table.ranges
     if len(device.unrecorded.starts):
-        basis += ", without the time in which launched work waits for work that is not in the trace"
-    spans = difference(Intervals(np.array([start], np.int64), np.array([end], np.int64)), device.unrecorded)
+        basis += ", without the time in which work may run that is not in the trace"
+    ends = np.array([[owned[0].start], [max(step.end for step in owned)]], np.int64)
+    spans = difference(union(*ends), device.unrecorded)
+    if not len(spans.starts):
+        return None, ()
     host = _Host(table)
     lines, passes = _Lines(columns, table.host), _Lines(columns, table.host)
     computed = _add_busy(lines, passes, host, table, spans)
-    first = int(device.busy.starts[0])
-    longest = int(np.max(columns.ends[device.rows] - columns.starts[device.rows]))
-    unsure_ns = min(max(min(first, end) - start, 0), longest)
-    idle = _add_idle(lines, host, table, spans, unsure_ns)
-    owners = lines.lines(len(ranges))
-    durations = [end - start for start, end in owned]
+    idle = _add_idle(lines, host, table, spans)
+    owners = lines.lines(count)
     ledger = TimeLedger(
-        step_ns=length(spans) / len(ranges),
-        median_ns=float(np.median(durations)),
-        steps=len(ranges),
+        step_ns=length(spans) / count,
+        median_ns=float(np.median([step.end - step.start for step in owned])),
+        steps=count,
         basis=basis,
         lines=owners,
         communication=tuple(line for line in owners if line.part == Part.COLLECTIVE),
-        work=operator_work(columns, [computed], table.host.path, len(ranges)),
+        work=operator_work(columns, [computed], table.host.path, count),
         exposed=stretches(difference(intersection(device.communication, spans), device.compute), columns.origin_ns),
-        passes=_of_all_kernels(passes.lines(len(ranges)), owners),
+        passes=_of_all_kernels(passes.lines(count), owners),
     )
-    return DeviceAccount(ledger, idle, unsure_ns)
+    return ledger, idle
 
 
 class _Lines:
@@ -153,13 +121,8 @@ class _Lines:
     def lines(self, steps: int) -> tuple[TimeLine, ...]:
         """Return the owners, the longest first."""
         table = joined(self._tables)
-        found = time_lines(
-            table[:, table[4] != 0],
-            steps,
-            lambda label: "" if label < 0 else self._texts[label],
-            lambda module: None if module == _UNKNOWN else self._events.path(module),
-            lambda operator: None if operator < 0 else self._texts[operator].removeprefix(NODE),
-        )
+        table = table[:, table[4] != 0]
+        found = time_lines(table, steps, self._texts, lambda at: None if at == _UNKNOWN else self._events.path(at))
         return tuple(sorted(found, key=lambda line: (-line.ns, line.part, line.name, line.operator or "")))
 
 
@@ -184,19 +147,19 @@ class _Host:
         self.label = np.full(count, _NONE, np.int32)
         self.outer = np.full(count, _NONE, np.int64)
         self.shaped = np.full(count if len(columns.shapes.rows) else 1, _NONE, np.int64)
-        names = _Names(columns, events.is_module)
-        self.is_named = ~(names.own | events.is_module)
+        self._own, self._places = columns.named(is_own_work), events.is_place & ~events.is_module
+        self.is_named = ~(self._own | events.is_module)
         lanes = np.unique(np.append(columns.lanes[self._launched[self._launched >= 0]], self.training))
         found = {int(lane): events.thread(int(lane)) for lane in lanes}
         for thread in found.values():
-            self.part[thread.rows] = names.parts(thread.rows)
+            self.part[thread.rows] = table.part[thread.rows]
         cold = table.cold
         self.part[cold[self.part[cold] >= 0]] = Part.COLD_START.number
         self.threads = found
         for thread in found.values():
-            self._describe(thread, names)
+            self._describe(thread)
 
-    def _describe(self, thread: Thread, names: _Names) -> None:
+    def _describe(self, thread: Thread) -> None:
         columns, (rows, parents, _) = self._columns, thread
         kinds, known = columns.kinds[rows], columns.names[rows]
 
@@ -205,9 +168,9 @@ class _Host:
             self.shaped[rows] = np.where(at >= 0, rows[at], _NONE)
         is_python = (kinds == Kind.PYTHON) | (kinds == Kind.ANNOTATION)
         self.label[rows] = np.where((kinds == Kind.OPERATOR) | self._events.is_module[known], _NONE, known)
-        place = nearest(parents, is_python & names.places[known])
+        place = nearest(parents, is_python & self._places[known])
         self.label[rows] = np.where(is_python & (place >= 0), known[place], self.label[rows])
-        self.label[rows[is_python & names.own[known] & (place < 0)]] = _NONE
+        self.label[rows[is_python & self._own[known] & (place < 0)]] = _NONE
         own = self.part[rows]
         for part in _ENCLOSING:
             at = nearest(parents, own == part.number)
@@ -254,40 +217,6 @@ class _Host:
         return found
 
 
-class _Names:
-    """What the names of a trace say, by number of the name.
-
-    Attributes:
-        places: whether the name is a place in the program: a line of the user's code, or a range.
-        own: whether it is work of this package.
-    """
-
-    def __init__(self, columns: TraceColumns, modules: NDArray[np.bool_]) -> None:
-        self._columns = columns
-        self.own = columns.named(is_own_work)
-        self.places = columns.named(is_place) & ~modules
-        self._collects = columns.named(COLLECTS.search)
-
-    def parts(self, rows: Column) -> NDArray[np.int8]:
-        """Return the part of each event by its kind and name alone, by its number."""
-        columns = self._columns
-        kinds, known = columns.kinds[rows], columns.names[rows]
-        of_kind: dict[int, list[Part]] = {
-            Kind.RUNTIME: [call_part(name) for name in columns.name_of],
-            Kind.OPERATOR: [
-                Part.IDLE_SYNCHRONIZATION if name in READS_BACK else Part.IDLE_OPERATORS for name in columns.name_of
-            ],
-            Kind.ANNOTATION: [Part.IDLE_DATA if is_loading(name) else Part.IDLE_PYTHON for name in columns.name_of],
-            Kind.PYTHON: [Part.IDLE_PYTHON] * len(columns.name_of),
-        }
-        found = np.full(len(rows), _NONE, np.int8)
-        for kind, parts in of_kind.items():
-            numbers = np.array([part.number for part in parts], np.int8)
-            found[kinds == kind] = numbers[known[kinds == kind]]
-        found[self._collects[known] & (kinds != Kind.RUNTIME)] = Part.IDLE_GC_PAUSES.number
-        return found
-
-
 def _add_busy(lines: _Lines, passes: _Lines, host: _Host, table: EventTable, spans: Intervals) -> Table:
     """Add the device's work: each ns belongs to the first event of computation, else of a collective, else a copy.
 
@@ -297,14 +226,11 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, table: EventTable, spa
     columns, device, launched = table.columns, table.device, table.device.launched
     rows = device.rows
     starts, ends = columns.starts[rows], columns.ends[rows]
-    computes = ~device.communicates & ~device.copies
+    computes, communicates = (device.part == part.number for part in (Part.COMPUTE, Part.COLLECTIVE))
     own = np.zeros(len(rows), np.int64)
     free = spans
-    for chosen, busy in (
-        (computes, device.compute),
-        (device.communicates, device.communication),
-        (device.copies, device.memory_copy),
-    ):
+    for part, busy in zip(BUSY, (device.compute, device.communication, device.memory_copy), strict=True):
+        chosen = device.part == part.number
         reach = np.maximum.accumulate(np.append(np.iinfo(np.int64).min, ends[chosen]))
         first, last = np.maximum(starts[chosen], reach[:-1]), np.maximum(ends[chosen], reach[:-1])
         own[chosen] = length_before(free, last) - length_before(free, first)
@@ -312,26 +238,24 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, table: EventTable, spa
     known = launched >= 0
     operator = np.where(known, host.operator(launched), _NONE)
     worked = np.where(computes, _with_usual(columns.names[rows].astype(np.int64), operator, own), operator)
-    module = np.where(known & ~device.communicates, host.module[launched], _UNKNOWN)
-    numbers = [part.number for part in BUSY]
+    module = np.where(known & ~communicates, host.module[launched], _UNKNOWN)
     lines.add(
-        np.where(computes, numbers[0], np.where(device.communicates, numbers[1], numbers[2])),
+        device.part,
         _labels(lines, table, computes),
         module,
-        np.where(device.communicates, _NONE, worked),
+        np.where(communicates, _NONE, worked),
         ns=own,
         longest=ends - starts,
     )
-    texts = np.array([*map(passes.text, _PASSES), _NONE], np.int64)
-    in_pass = np.where(computes, texts[_pass_of(columns, launched, host.training)], _NONE)
-    passes.add(numbers[0], in_pass, module, operator, ns=np.where(in_pass >= 0, own, 0), longest=ends - starts)
+    in_pass = np.where(computes, _passes(columns, launched, host.training), _NONE)
+    passes.add(in_pass, _NONE, module, operator, ns=np.where(in_pass >= 0, own, 0), longest=ends - starts)
     made = np.where(known & computes & (own > 0), host.shaped[launched if len(columns.shapes.rows) else 0], _NONE)
     _, first = np.unique(made, return_index=True)  # an operator may launch several kernels
     is_first = np.zeros(len(rows), np.bool_)
     is_first[first] = True
     calls = np.maximum(made, 0)
     inputs = np.where(made >= 0, columns.shapes.of(calls), _NONE)
-    return shaped(numbers[0], inputs, host.module[calls], columns.names[calls], own, is_first)
+    return shaped(Part.COMPUTE.number, inputs, host.module[calls], columns.names[calls], own, is_first)
 
 
 def _with_usual(names: Column, operators: Column, ns: Column) -> Column:
@@ -348,8 +272,8 @@ def _with_usual(names: Column, operators: Column, ns: Column) -> Column:
     return found
 
 
-def _pass_of(columns: TraceColumns, launched: Column, training: int) -> Column:
-    """Return the place in ``_PASSES`` of each launch, -1 where it is in neither.
+def _passes(columns: TraceColumns, launched: Column, training: int) -> Column:
+    """Return the number of forward or backward for each launch in it, else -1.
 
     Autograd runs the backward of a device in other threads than the training's.
     """
@@ -360,7 +284,8 @@ def _pass_of(columns: TraceColumns, launched: Column, training: int) -> Column:
     nodes = columns.rows_named(lambda name: name.startswith(NODE), Kind.OPERATOR)
     lanes = columns.lanes[launched]
     is_backward = np.isin(lanes, np.unique(columns.lanes[nodes])) & (lanes != training)
-    return np.where(launched < 0, _NONE, np.where(is_backward, 1, np.where(is_forward, 0, _NONE)))
+    in_pass = np.where(is_backward, Part.BACKWARD.number, np.where(is_forward, Part.FORWARD.number, _NONE))
+    return np.where(launched < 0, _NONE, in_pass)
 
 
 def _of_all_kernels(passes: Sequence[TimeLine], owners: Sequence[TimeLine]) -> tuple[TimeLine, ...]:
@@ -368,7 +293,7 @@ def _of_all_kernels(passes: Sequence[TimeLine], owners: Sequence[TimeLine]) -> t
     computed = [line for line in owners if line.part == Part.COMPUTE]
     known = total(line for line in computed if line.module is not None)
     scale = total(computed) / known if known else 1.0
-    return tuple(replace(line, part=PHASE_PARTS[line.name], name="", ns=scale * line.ns) for line in passes)
+    return tuple(replace(line, ns=scale * line.ns) for line in passes)
 
 
 def _labels(lines: _Lines, table: EventTable, computes: NDArray[np.bool_]) -> Column:
@@ -379,7 +304,7 @@ def _labels(lines: _Lines, table: EventTable, computes: NDArray[np.bool_]) -> Co
     found = np.full(len(rows), _NONE, np.int64)
     for at in np.flatnonzero(~computes).tolist():
         row, name = int(rows[at]), int(columns.names[rows[at]])
-        if table.device.communicates[at]:
+        if table.device.part[at] == Part.COLLECTIVE.number:
             found[at] = called.get(row, name)
             continue
         if name not in copied:
@@ -391,10 +316,10 @@ def _labels(lines: _Lines, table: EventTable, computes: NDArray[np.bool_]) -> Co
 
 
 class _Gaps:
-    """The gaps in a device's work while their owners are gathered; those from ``begin`` on have causes."""
+    """The gaps in a device's work while their owners are gathered."""
 
-    def __init__(self, lines: _Lines, host: _Host, columns: TraceColumns, gaps: Intervals, begin: int) -> None:
-        self._lines, self._host, self._columns, self._gaps, self._begin = lines, host, columns, gaps, begin
+    def __init__(self, lines: _Lines, host: _Host, columns: TraceColumns, gaps: Intervals) -> None:
+        self._lines, self._host, self._columns, self._gaps = lines, host, columns, gaps
         self._by_gap: dict[Part, Column] = {}
         self._events: dict[Part, list[tuple[Column, Column]]] = defaultdict(list)
 
@@ -422,7 +347,6 @@ class _Gaps:
         some = sums > 0
         self._lines.add(*(column[first][some] for column in owners), ns=sums[some], longest=longest[some])
         gap = np.searchsorted(self._gaps.starts, when.starts, side="right") - 1
-        ns = np.maximum(when.ends - np.maximum(when.starts, self._begin), 0)
         for number in np.unique(part[ns > 0]).tolist():
             mine, cause = (part == number) & (ns > 0), PARTS[number]
             if cause is not Part.IDLE_UNKNOWN:
@@ -438,7 +362,6 @@ class _Gaps:
             if not total_ns:
                 continue
             gaps = -np.sort(-by_gap)
-            long_count = int(np.searchsorted(np.cumsum(gaps), total_ns / 2)) + 1
             found.append(
                 IdleCause(
                     cause=cause,
@@ -446,8 +369,7 @@ class _Gaps:
                     count=int(np.count_nonzero(by_gap)),
                     longest_ns=int(by_gap.max()),
                     longest_start_ns=self._columns.origin_ns + int(self._gaps.starts[np.argmax(by_gap)]),
-                    long_count=long_count,
-                    long_ns=int(gaps[long_count - 1]),
+                    long_ns=int(gaps[np.searchsorted(np.cumsum(gaps), total_ns / 2)]),
                     **self._named(cause, total_ns),
                 )
             )
@@ -465,46 +387,55 @@ class _Gaps:
         rows, ns = rows[known], ns[known]
         launches = self._host.launches(rows)
         names = columns.names[rows]
-        found, apart = totals_by(names, ns), totals_by(names[~launches], ns[~launches])
-        most = int(np.argmax(found.sums))
+        most = max(totals_by(names, ns), key=lambda total: total.ns)
         result = {
-            "example": columns.name_of[found.keys[most]],
-            "example_share": int(found.sums[most]) / total_ns,
-            "launches": 2 * int(ns[launches & (names == found.keys[most])].sum()) > int(found.sums[most]),
+            "example": columns.name_of[most.key],
+            "example_share": most.ns / total_ns,
+            "launches": 2 * int(ns[launches & (names == most.key)].sum()) > most.ns,
         }
-        if len(apart.keys):
-            most = int(np.argmax(apart.sums))
-            result |= {"apart": columns.name_of[apart.keys[most]], "apart_ns": int(apart.sums[most])}
+        if not np.all(launches):
+            most = max(totals_by(names[~launches], ns[~launches]), key=lambda total: total.ns)
+            result |= {"apart": columns.name_of[most.key], "apart_ns": most.ns}
         return result
 
 
-def _add_idle(lines: _Lines, host: _Host, table: EventTable, spans: Intervals, unsure_ns: int) -> tuple[IdleCause, ...]:
+def _add_idle(lines: _Lines, host: _Host, table: EventTable, spans: Intervals) -> tuple[IdleCause, ...]:
     """Add the idle time: before the launch of the next work by what its thread did, then the launch, then the queue.
 
-    Calls of the host count where they have idle time. Return the gaps by cause.
+    Each gap in the device's work ends with an event, and a call on some thread launched that event. The call, and the
+    latency of a launch after it, is a launch; where the event starts later still, the event is queued: it waits for
+    another stream, a copy, or another rank. Where a thread of autograd had not begun yet, the cause is whatever the
+    training thread did. Calls of the host count where they have idle time. Return the gaps by cause.
     """
     columns = table.columns
     idle = difference(spans, table.device.busy)
-    begin = int(idle.starts[0]) + unsure_ns if len(idle.starts) else 0
-    gaps = _Gaps(lines, host, columns, idle, begin)
-    for part, row, start, end in _once(columns, idle, table.ranges):
+    gaps = _Gaps(lines, host, columns, idle)
+    loading = np.flatnonzero((columns.kinds == Kind.OVERHEAD) & (table.part == Part.IDLE_LOADING.number)).tolist()
+    # These have the idle time in them whatever the host does.
+    found = [(Part.IDLE_LOADING, row, int(columns.starts[row]), int(columns.ends[row])) for row in loading]
+    found += [(Part.COLD_START, *capture) for capture in graph_captures(columns, idle, table.ranges)]
+    for part, row, start, end in found:
         once = intersection(idle, union(np.array([start]), np.array([end])))
         if len(once.starts):
             rows = np.full(len(once.starts), row)
             gaps.add(np.full(len(rows), part.number), once, rows, columns.names[rows], _NONE, _NONE)
             idle = difference(idle, once)
-    ends = gap_ends(columns, table.device, idle)
-    known = np.flatnonzero(ends.calls >= 0)
-    launch, events = ends.calls[known], ends.events[known]
-    in_call = Intervals(ends.called[known], ends.ready[known])
+    # The events behind the gaps, the calls that launched them, and when they could have started.
+    at = np.searchsorted(columns.starts[table.device.rows], idle.ends)
+    events, calls = np.append(table.device.rows, _NONE)[at], np.append(table.device.launched, _NONE)[at]
+    known = np.flatnonzero(calls >= 0)
+    launch, begins, ends = calls[known], idle.starts[known], idle.ends[known]
+    called = idle.ends.copy()
+    called[known] = np.clip(columns.starts[launch], begins, ends)
+    ready = np.clip(columns.ends[launch] + LATENCY_NS, called[known], ends)
+    in_call = Intervals(called[known], ready)
     gaps.add(host.part[launch], in_call, launch, *host.key(launch), named=host.outer[launch])
-    queued = Intervals(ends.ready[known], idle.ends[known])
     queue = np.full(len(known), Part.IDLE_QUEUE.number)
-    gaps.add(queue, queued, events, _NONE, host.module[launch], host.operator(launch))
-    lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], host.training)
+    gaps.add(queue, Intervals(ready, ends), events[known], _NONE, host.module[launch], host.operator(launch))
+    lanes = np.where(calls >= 0, columns.lanes[calls], host.training)
     for lane in np.unique(lanes).tolist():
         mine = lanes == lane
-        left = Intervals(idle.starts[mine], ends.called[mine])
+        left = Intervals(idle.starts[mine], called[mine])
         left = Intervals(*(column[left.ends > left.starts] for column in left))
         for thread in dict.fromkeys((lane, host.training)):
             rows, pieces, left = host.pieces(thread, left)
@@ -513,14 +444,3 @@ def _add_idle(lines: _Lines, host: _Host, table: EventTable, spans: Intervals, u
         rest = (Part.IDLE_PYTHON if host.training >= 0 else Part.IDLE_UNKNOWN).number
         gaps.add(np.full(len(nothing), rest), left, nothing, nothing, _NONE, _NONE)
     return gaps.causes()
-
-
-def _once(
-    columns: TraceColumns, idle: Intervals, ranges: Sequence[tuple[int, int]]
-) -> Iterator[tuple[Part, int, int, int]]:
-    """Yield what has the idle time in it whatever the host does: part, row, start and end."""
-    loads = columns.rows(Kind.OVERHEAD)
-    for row in loads[columns.named(LOADING.__contains__)[columns.names[loads]]].tolist():
-        yield Part.IDLE_LOADING, row, int(columns.starts[row]), int(columns.ends[row])
-    for row, start, end in graph_captures(columns, idle, ranges):
-        yield Part.COLD_START, row, start, end

@@ -20,12 +20,13 @@ from lightning_memprof.account.ledger.table import NODE, Table, joined, summed, 
 from lightning_memprof.account.ledger.work import operator_work, shaped
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import MODULES, RANGES, action_name, is_profiler, meeting, part_of
-from lightning_memprof.account.trace.events import HostEvents, Places
-from lightning_memprof.account.trace.idle import COLLECTS
+from lightning_memprof.account.trace.classify import COLLECTS
+from lightning_memprof.account.trace.collectives import host_collectives
+from lightning_memprof.account.trace.events import HostEvents, Places, node_makers
 from lightning_memprof.account.trace.spans import Step
 from lightning_memprof.account.trace.table import EventTable
 from lightning_memprof.read.trace.columns import Kind, TraceColumns
-from lightning_memprof.read.trace.communication import HOST_BACKENDS, common_name
+from lightning_memprof.read.trace.communication import common_name
 from lightning_memprof.read.trace.intervals import (
     Column,
     Intervals,
@@ -79,34 +80,38 @@ def host_ledger(table: EventTable, stage: str = "fit") -> TimeLedger | None:
     """Return the owners of the training thread's time in the steps; None where the trace has no operator.
 
     Args:
-        table: the trace; without steps, the time from the first operator to the last one is the step.
+        table: the trace; without steps, the time from the first operator or named range to the last one is the step.
         stage: of the Trainer, which tells the part of Lightning's actions.
     """
     columns, events, steps = table.columns, table.host, table.steps
-    operators = columns.rows(Kind.OPERATOR)
-    if not len(operators):
+    if not np.any(columns.kinds == Kind.OPERATOR):
         return None
-    mine = operators[columns.lanes[operators] == events.training]
+    found = _Threads(columns, events, stage)
     if steps:
         spans = union(*(np.array([getattr(step, end) for step in steps], np.int64) for end in ("start", "end")))
         basis = "1 recorded step" if len(steps) == 1 else f"{len(steps)} recorded steps"
     else:
-        spans = union(np.min(columns.starts[mine], keepdims=True), np.max(columns.ends[mine], keepdims=True))
-        basis = "the time from the first operator to the last one: the trace has no steps"
+        thread = found.training
+        known = thread.rows[(thread.part >= 0) | (columns.kinds[thread.rows] == Kind.OPERATOR)]
+        spans = union(np.min(columns.starts[known], keepdims=True), np.max(columns.ends[known], keepdims=True))
+        basis = "the time from the first operator or range to the last one: the trace has no steps"
     whole = int(np.sum(spans.ends - spans.starts))
     count = max(len(steps), 1)
     if not whole:
         return None
-    found = _Threads(columns, events, stage)
     exposed = _exposed(found, spans)
     tables, computed = _tables(found, spans, exposed)
+    owners, texts = joined(tables), [*columns.name_of, *found.places.texts]
+    owners = owners[:, (owners[4] != 0) | (owners[5] != 0)]
+    lines = time_lines(owners, count, texts, events.path, outside="", label=_label)
+    lines.sort(key=lambda line: (-line.ns, line.part, line.name, line.module or "", line.operator or ""))
     durations = [step.end - step.start for step in steps] or [whole]
     return TimeLedger(
         step_ns=whole / count,
         median_ns=float(np.median(durations)),
         steps=count,
         basis=basis,
-        lines=_lines(found, joined(tables), count),
+        lines=tuple(lines),
         work=operator_work(columns, computed, events.path, count),
         double_backward_ns=_double_backward(found, steps),
         recomputed_ns=_recomputed(found, spans) / count,
@@ -182,9 +187,12 @@ class _Threads:
         names = columns.name_of
         self.events = events
         self._parts = np.array([_part(name, stage) for name in names] or [_NONE], np.int64)
-        self._operators = _operators(names)
+        # Autograd's call of a backward function has the number of that function.
+        numbers = {name: number for number, name in enumerate(names)}
+        called = (numbers.get(name.removeprefix(NODE), number) for name, number in numbers.items())
+        self._operators = np.array([*called] or [_NONE])
         self.is_lightning = any(name.startswith(_ACTION) for name in names)
-        self.places = Places(columns)
+        self.places = Places(columns, events.is_place)
         # With a device, its ledger has the places.
         self._is_placed = not self.is_lightning and not len(columns.rows(Kind.RUNTIME))
         for pattern, part in () if self.is_lightning else _CALLS_OF:
@@ -223,12 +231,6 @@ class _Threads:
         )
 
 
-def _operators(names: Sequence[str]) -> Column:
-    """Return for each name of an operator its number; autograd's call of a backward function has that function's."""
-    numbers = {name: number for number, name in enumerate(names)}
-    return np.array([numbers.get(name.removeprefix(NODE), number) for name, number in numbers.items()] or [_NONE])
-
-
 def _part(name: str, stage: str) -> int:
     """Return the number of the part that the name of an event says, negative where it says none."""
     for prefix, part in _RANGES.items():
@@ -251,17 +253,12 @@ def _exposed(threads: _Threads, spans: Intervals) -> Intervals:
     rows = rows[columns.kinds[rows] == Kind.OPERATOR]
     calls = columns.named(lambda name: name.startswith(_CALLS))[columns.names[rows]]
     works = difference(columns.when(rows[~calls]), columns.when(rows[calls]))
-    return difference(intersection(spans, columns.when(_collectives(columns))), works)
-
-
-def _collectives(columns: TraceColumns) -> Column:
-    # They run on threads of their backend; the training thread waits in the call, or in no operator.
-    return columns.rows_named(lambda name: name.startswith(HOST_BACKENDS), Kind.ANNOTATION)
+    return difference(intersection(spans, columns.when(host_collectives(columns))), works)
 
 
 def _communication(columns: TraceColumns, exposed: Intervals, steps: int) -> Iterator[TimeLine]:
     """Yield the time of collectives of the host; where several run at once, it belongs to the first of their names."""
-    rows = _collectives(columns)
+    rows = host_collectives(columns)
     for name in np.unique(columns.names[rows]).tolist():
         mine = rows[columns.names[rows] == name]
         taken = intersection(exposed, columns.when(mine))
@@ -387,10 +384,7 @@ def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:
     runs = (sequences >= 0) & columns.runs_node[thread.rows]
     node = nearest(thread.parents, runs)
     outer = runs & ((thread.parents < 0) | (node[thread.parents] < 0))
-    makes = np.flatnonzero((sequences >= 0) & ~runs)
-    # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
-    makes = makes[np.lexsort((starts[makes], sequences[makes]))]
-    makes = makes[np.append(sequences[makes][1:] != sequences[makes][:-1], True)[: len(makes)]]
+    makes = node_makers(columns, thread.rows)
     makes = makes[(node[makes] >= 0) & np.isin(sequences[makes], sequences[outer])]
     built = nearest(thread.parents, outer)[makes]
     found = np.union1d(built, np.flatnonzero(outer & np.isin(sequences, sequences[makes])))
@@ -437,20 +431,6 @@ def _rounds(calls: Sequence[int]) -> int:
         else:
             rounds[-1].add(call)
     return len(rounds) if all(rounds) and sum(map(len, rounds)) == len(set[int]().union(*rounds)) else 1
-
-
-def _lines(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:
-    names = [*threads.columns.name_of, *threads.places.texts]
-    lines = time_lines(
-        table[:, (table[4] != 0) | (table[5] != 0)],
-        steps,
-        lambda label: "" if label < 0 else _label(names[label]),
-        threads.events.path,
-        lambda operator: "" if operator < 0 else names[operator].removeprefix(NODE),
-    )
-    return tuple(
-        sorted(lines, key=lambda line: (-line.ns, line.part, line.name, line.module or "", line.operator or ""))
-    )
 
 
 def _label(name: str) -> str:

@@ -7,14 +7,14 @@ there. Tensors are owned by category, module and dtype; what nothing recorded ow
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.account.estimate import default_workspace
 from lightning_memprof.account.ledger.growth import outside_peak, steady_growth, validation_growth
-from lightning_memprof.account.memory.activations import Activations, patterns
+from lightning_memprof.account.memory.activations import Activations, paths_around, patterns
 from lightning_memprof.account.memory.report import CategoryPeak, RankMemory
 from lightning_memprof.account.snapshot.replay import free_ranges
 from lightning_memprof.account.snapshot.report import DeviceReport
@@ -128,8 +128,8 @@ class ByteLedger(msgspec.Struct, frozen=True, kw_only=True):
 def grouped_bytes(lines: Iterable[ByteLine]) -> list[ByteLine]:
     """Return lines with those of repeated blocks joined (``blocks.0-5.norm``), in their order; the sum stays."""
     found = list(lines)
-    paths = [line.module.split(".") for line in found if line.module]
-    shared = patterns({".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}, {})
+    paths = {line.module for line in found if line.module}
+    shared = patterns(paths.union(*map(paths_around, paths)), {})
     groups: dict[ByteLine, int] = {}
     for line in found:
         key = replace(line, module=line.module and shared[line.module], bytes=0)
@@ -169,16 +169,16 @@ def _on_host(rank: Rank, tensors: list[ByteLine], step: int | None, sharing: int
     data = max((loader.data_bytes or 0 for loader in (rank.training.dataloaders if rank.training else ())), default=0)
     lines.append(ByteLine(category="data_set", bytes=max(0, min(data, process - sum(line.bytes for line in lines)))))
     lines.append(_before_run(rank, data, process - sum(line.bytes for line in lines)))
-    found = _ledger(
+    return _ledger(
         max(process, sum(line.bytes for line in lines)) + workers,
         [*lines, ByteLine(category="workers", bytes=workers)],
         basis=("tensors of a known category" if measured is None else "resident memory (RSS) of the process")
         + (" and the private memory of its workers" if workers else ""),
         place="host",
-        limit=_limit(rank, ("memory_limit_bytes", "memory_bytes")) or _sampled_limit(rank),
+        limit_bytes=_limit(rank, ("memory_limit_bytes", "memory_bytes")) or _sampled_limit(rank),
         step=step,
+        sharing=sharing,
     )
-    return replace(found, sharing=sharing)
 
 
 def _before_run(rank: Rank, data: int, most: int) -> ByteLine:
@@ -197,15 +197,15 @@ def _growing(rank: Rank, most: int) -> Iterator[ByteLine]:
     At most ``most`` bytes: they may be tensors as well.
     """
     outside = outside_peak(rank.read(ProcessRow).rows, rank.pulse)
-    if outside is not None and (size := min(outside.bytes, most)) > 0:
-        yield ByteLine(category="outside_steps", bytes=size, name=action_name(outside.action))
+    if outside is not None and (size := min(outside[1], most)) > 0:
+        yield ByteLine(category="outside_steps", bytes=size, name=action_name(outside[0]))
         most -= size
     rises = {
         "growth": steady_growth(rank.pulse, "rss_bytes"),
         "validation": validation_growth(rank.read(ProcessRow).rows),
     }
     for category, growth in rises.items():
-        size = min(growth.added_bytes, most) if growth is not None else 0
+        size = min(growth.added, most) if growth is not None else 0
         if size > 0:
             yield ByteLine(category=category, bytes=size)
             most -= size
@@ -218,38 +218,26 @@ def _on_device(rank: Rank, tensors: list[ByteLine], step: int | None) -> ByteLed
     if not allocated:
         return None
     reserved = max(allocated, _most(row.peak_reserved_bytes for row in rows) or 0)
-    found = _ledger(
+    return _ledger(
         reserved,
         [*tensors, ByteLine(category="cached", bytes=reserved - allocated)],
         # Reserved bytes are known in windows only.
         basis=f"bytes that the allocator {'reserved' if reserved > allocated else 'allocated'}",
         place=rank.facts.device or "device",
-        limit=_limit(rank, ("device_memory_bytes",)),
+        limit_bytes=_limit(rank, ("device_memory_bytes",)),
         step=step,
-    )
-    return replace(
-        found,
         outside_bytes=max((_used_on_device(rank) or 0) - reserved, 0),
         workspace_bytes=default_workspace(str(rank.facts.environment.get("device_name"))),
     )
 
 
-def _ledger(
-    whole: int, lines: Iterable[ByteLine], *, basis: str, place: str, limit: int | None = None, step: int | None = None
-) -> ByteLedger:
-    """Return a ledger with the rest of a peak, which its lines do not exceed, as its last line."""
+def _ledger(whole: int, lines: Iterable[ByteLine], **fields: Any) -> ByteLedger:
+    """Return a ledger with the rest of a peak, which its lines do not exceed, as its last line, and these fields."""
     known = [line for line in lines if line.bytes > 0]
     rest = whole - sum(line.bytes for line in known)
     ordered = sorted(known, key=lambda line: (-line.bytes, line.category, line.module or "", line.name))
     last = [ByteLine(category=UNATTRIBUTED, bytes=rest)] if rest else []
-    return ByteLedger(
-        peak_bytes=whole,
-        basis=basis,
-        place=place,
-        lines=(*ordered, *last),
-        limit_bytes=limit,
-        step=step,
-    )
+    return ByteLedger(peak_bytes=whole, lines=(*ordered, *last), **fields)
 
 
 def _most(sizes: Iterable[int | None]) -> int | None:
@@ -295,7 +283,11 @@ def _tensors(rank: Rank, peak: CategoryPeak, memory: RankMemory | None) -> Itera
         name = UNATTRIBUTED if category == "other" else category
         parts: list[ByteLine] = []
         if saved is not None and category == "activation":
-            parts = list(_activations(saved))
+            dtype = _only(saved.dtypes)
+            parts = [
+                ByteLine(category=category, bytes=module.own_activation_bytes, module=module.name, dtype=dtype)
+                for module in saved.modules
+            ]
         elif saved is not None and category in _HOLDERS:
             parts = list(_held(category, saved, _only(dtypes)))
         parts = [part for part in parts if part.bytes > 0]
@@ -308,12 +300,6 @@ def _tensors(rank: Rank, peak: CategoryPeak, memory: RankMemory | None) -> Itera
             yield ByteLine(category=name, bytes=size - known, dtype=_only(dtypes) if category in _HOLDERS else None)
 
 
-def _activations(saved: Activations) -> Iterator[ByteLine]:
-    dtype = _only(saved.dtypes)
-    for module in saved.modules:
-        yield ByteLine(category="activation", bytes=module.own_activation_bytes, module=module.name, dtype=dtype)
-
-
 def _held(category: str, saved: Activations, dtype: str | None) -> Iterator[ByteLine]:
     """Yield the parameters or gradients that each module owns without its submodules."""
     sizes = {
@@ -322,20 +308,11 @@ def _held(category: str, saved: Activations, dtype: str | None) -> Iterator[Byte
     }
     own = dict(sizes)
     for name, size in sizes.items():
-        parent = _parent(name, sizes)
-        if parent is not None:
+        # The innermost known module around it.
+        if (parent := next((path for path in reversed(paths_around(name)) if path in sizes), None)) is not None:
             own[parent] -= size
     for name, size in own.items():
         yield ByteLine(category=category, bytes=size, module=name, dtype=dtype)
-
-
-def _parent(name: str, known: Mapping[str, int]) -> str | None:
-    """Return the innermost known module around a module; None for the outermost one."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in known:
-            return name
-    return None
 
 
 def _only(dtypes: Mapping[str, int]) -> str | None:
@@ -353,14 +330,11 @@ def snapshot_bytes(device: DeviceReport) -> ByteLedger:
     whole = max(device.live_at(device.peak_event).reserved_bytes, live)
     segments = sum(piece.size for piece in free_ranges(device, device.peak_event) if piece.is_segment)
     segments = min(segments, whole - live)
-    sites: dict[str, int] = {}
-    for holder in device.holders_at_peak:
-        sites[holder.site] = sites.get(holder.site, 0) + holder.bytes
     return _ledger(
         whole,
         [
-            *(ByteLine(category="requested", bytes=size, name=site) for site, size in sites.items()),
-            ByteLine(category="rounding", bytes=live - sum(sites.values())),
+            *(ByteLine(category="requested", bytes=line.bytes, name=line.site) for line in device.lines_at_peak),
+            ByteLine(category="rounding", bytes=live - device.peak_requested_bytes),
             ByteLine(category="free_segments", bytes=segments),
             ByteLine(category="fragmentation", bytes=whole - live - segments),
         ],

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.account.memory.activations import patterns
+from lightning_memprof.account.memory.activations import paths_around, patterns
 from lightning_memprof.account.parts import Part
 from lightning_memprof.units import format_ns, percent
 
@@ -147,11 +147,18 @@ def total(lines: Iterable[TimeLine]) -> float:
     return sum(line.ns for line in lines)
 
 
+def scaled(lines: Iterable[TimeLine], ns: float) -> tuple[TimeLine, ...]:
+    """Return lines that sum to so much time, at most to their own."""
+    found = tuple(lines)
+    factor = min(max(ns, 0.0) / total(found), 1.0) if found else 0.0
+    return tuple(replace(line, ns=factor * line.ns) for line in found) if factor else ()
+
+
 def grouped(lines: Iterable[TimeLine]) -> list[TimeLine]:
     """Return lines with those of repeated blocks joined (``blocks.0-5.norm``), longest first; the sum stays."""
     found = list(lines)
-    paths = [line.module.split(".") for line in found if line.module]
-    shared = patterns({".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}, {})
+    paths = {line.module for line in found if line.module}
+    shared = patterns(paths.union(*map(paths_around, paths)), {})
     groups: dict[tuple[str, ...], list[TimeLine]] = {}
     for line in found:
         module = line.module and shared[line.module]

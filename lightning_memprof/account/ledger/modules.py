@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
 
 from lightning_memprof.account.ledger.host import MAX_FORWARDS
 from lightning_memprof.account.ledger.model import TimeLine, grouped, total
+from lightning_memprof.account.memory.activations import paths_around
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.read.run.model import Rank
 
@@ -59,8 +60,12 @@ OF_VALUES: Final = READS | {"", "aten::_local_scalar_dense", "aten::unbind", "at
 # They compute nothing.
 VIEWS: Final = OF_VALUES | {
     f"aten::{name}"
-    for name in ("slice", "view", "reshape", "transpose", "permute", "expand", "chunk", "split", "unsqueeze", "t")
-}
+    for name in (
+        "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow",
+        "permute", "reshape", "slice", "split", "squeeze", "swapaxes", "t", "transpose", "unflatten", "unfold",
+        "unsqueeze", "view", "view_as",
+    )
+}  # fmt: skip
 # Adds the gradient of a parameter in a backward pass.
 ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
 
@@ -171,14 +176,10 @@ def forwards_per_step(rank: Rank) -> int:
     backwards, found = [row for row in rows if row.modules], set[int]()
     for row in backwards:
         calls = {path: cells[2] for path, cells in row.modules.items() if cells[2] and path in trained}
-        found |= {count for path, count in calls.items() if not path or not _is_inside(path, calls)}
+        found |= {count for path, count in calls.items() if calls.keys().isdisjoint(paths_around(path))}
     count, *others = found or {1}
     is_once = others or len({row.step for row in backwards}) < len(backwards) or count > MAX_FORWARDS
     return 1 if is_once else count
-
-
-def _is_inside(path: str, others: Container[str]) -> bool:
-    return any(path[:end] in others for end in (0, *(dot.start() for dot in re.finditer(r"\.", path))))
 
 
 def in_compiled(module: str, rank: Rank) -> bool:

@@ -144,7 +144,6 @@ class Achieved(msgspec.Struct, frozen=True, kw_only=True):
         share: of the peak that bounds them, None where it is unknown, or more than they can reach.
         dtype: of the operands.
         numbers: the same for programs: FLOP/s, bytes/s, and the peaks with their source.
-        pairs: operands that are broadcast to a value for each pair of theirs, if most of the work is on that result.
     """
 
     on: str
@@ -154,7 +153,6 @@ class Achieved(msgspec.Struct, frozen=True, kw_only=True):
     share: float | None
     dtype: str
     numbers: Mapping[str, Any]
-    pairs: str = ""
 
 
 def achieved_by(work: Sequence[OperatorWork], peaks: Peaks | None, *, on_device: bool) -> Achieved | None:

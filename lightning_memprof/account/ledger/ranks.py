@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
 
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.arrivals import WindowWaits, trace_track, window_waits
 from lightning_memprof.account.ranks.lateness import meeting_ns
 from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.read.run.model import Rank
+from lightning_memprof.read.trace.communication import Collective
 from lightning_memprof.read.trace.intervals import Intervals, difference, intersection, length_within, union
-
-if TYPE_CHECKING:
-    from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
-    from lightning_memprof.read.run.model import Rank
-    from lightning_memprof.read.trace.communication import Collective
 
 
 def log_waits(

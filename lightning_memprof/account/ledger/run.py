@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.host import corrected
 from lightning_memprof.account.ledger.model import Stall, TimeLedger, TimeLine, total
+from lightning_memprof.account.memory.activations import paths_around
 from lightning_memprof.account.parts import PHASE_PARTS, Part
-from lightning_memprof.account.steps.events import (
-    MODULES,
-    Event,
-    StepEvents,
-    action_name,
-    classify,
-    is_profiler,
-    meeting,
-    part_of,
-    rank_events,
-)
+from lightning_memprof.account.steps.events import MODULES, action_name, is_profiler, meeting, part_of, rank_events
 from lightning_memprof.account.steps.statistics import TypicalSteps, core_waits, typical_steps
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import COMPILATION, GC_PAUSE, PHASES
@@ -199,9 +189,7 @@ def without_stalls(lines: Sequence[TimeLine], steps: int) -> list[TimeLine]:
 
 def _paths(line: TimeLine) -> list[str]:
     """Return the paths of a line's module and of those around it; the whole model's is empty."""
-    if line.module is None:
-        return []
-    return ["", *accumulate(line.module.split("."), "{}.{}".format)] if line.module else [""]
+    return [] if line.module is None else [*paths_around(line.module), line.module]
 
 
 def _mean(steps: Sequence[_Step]) -> dict[str, float]:
@@ -377,11 +365,8 @@ def _totals(rank: Rank) -> dict[str, list[TimeLine]]:
     for row in rank.actions:
         if row.in_window or not row.steps or not row.total_ns or row.action is None or row.phase is None:
             continue
-        owner = _owner(
-            rank,
-            row.action,
-            part_of(row.action, Part.CALLBACK if row.phase == "callbacks" else None, rank.facts.stage),
-        )
+        around = Part.CALLBACK if row.phase == "callbacks" else None
+        owner = _owner(rank, row.action, part_of(row.action, around, rank.facts.stage))
         if owner is not None:
             ns, count = row.total_ns / row.steps, (row.count or 0) / row.steps
             lines[row.phase].append(TimeLine(part=owner[0], name=owner[1], ns=ns, count=count, longest_ns=row.max_ns))
@@ -393,25 +378,15 @@ def _recorded(rank: Rank, *, is_used: bool) -> dict[str, list[TimeLine]]:
     steps = rank_events(rank)
     found: dict[tuple[str, Part, str], list[int]] = defaultdict(list)
     for step in steps:
-        for phase, event in _with_phase(step, rank.facts.stage):
+        for event in step.events:
             owner = _owner(rank, event.action, event.part)
             if owner is not None and (is_used or owner[0] != Part.PROFILER):
-                found[(phase, owner[0], owner[1])].append(event.self_ns)
+                found[(event.phase, owner[0], owner[1])].append(event.self_ns)
     lines: dict[str, list[TimeLine]] = defaultdict(list)
     for (phase, part, name), spent in found.items():
         ns, count = sum(spent) / len(steps), len(spent) / len(steps)
         lines[phase].append(TimeLine(part=part, name=name, ns=ns, count=count, longest_ns=max(spent)))
     return lines
-
-
-def _with_phase(step: StepEvents, stage: str) -> Iterator[tuple[str, Event]]:
-    """Yield the events of a step with the pulse's phase of their time."""
-    around: list[str] = []
-    for event in step.events:
-        del around[event.depth :]
-        phase = classify(event.action, stage) or (around[-1] if around else "other")
-        around.append(phase)
-        yield phase, event
 
 
 def _owner(rank: Rank, action: str, part: Part | None) -> tuple[Part, str] | None:

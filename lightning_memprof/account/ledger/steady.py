@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.model import TimeLine, total
+from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import BUSY, Part
-from lightning_memprof.account.trace.model import IdleCause, Steady, TraceReport
+from lightning_memprof.account.trace.model import IdleCause, TraceReport
 
 _NOT_OF_PASSES: Final = (Part.IDLE_DATA, Part.COLD_START)
 _OTHERS: Final = "other work in the step"
@@ -30,35 +29,32 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
         others_ns: of it, waiting for data, transfers, hooks, callbacks and logging.
     """
     ledger, window = trace.device_ledger, trace.gpu_window
-    if ledger is None or window is None or not trace.steps or step_ns <= 0:
+    busy_ns = ledger.ns(*BUSY) if ledger is not None else 0.0
+    if ledger is None or window is None or not trace.steps or step_ns <= 0 or not busy_ns:
         return trace
-    kept = {cause.cause: 1 - _of_recorder(trace, cause) / cause.total_ns for cause in trace.idle if cause.total_ns}
-    waits = [
-        replace(line, ns=line.ns * kept.get(Part.IDLE_PYTHON, 1.0)) if line.part == Part.IDLE_PYTHON else line
-        for line in ledger.lines
-        if line.part not in (*BUSY, *_NOT_OF_PASSES)
-    ]
-    busy_ns, data_ns = ledger.ns(*BUSY), ledger.ns(Part.IDLE_DATA)
-    recorded_ns = busy_ns + total(waits) + data_ns
-    if not busy_ns:
-        return trace
+    factors: dict[Part, float] = {line.part: 1.0 for line in ledger.lines if line.part not in (*BUSY, *_NOT_OF_PASSES)}
+    factors |= {cause.cause: 1 - _of_recorder(trace, cause) / cause.total_ns for cause in trace.idle if cause.total_ns}
+    waits_ns: dict[Part, float] = {
+        part: factor * ledger.ns(part) for part, factor in factors.items() if part not in _NOT_OF_PASSES
+    }
+    recorded_ns = busy_ns + sum(waits_ns.values()) + ledger.ns(Part.IDLE_DATA)
     busy = step_ns / recorded_ns if recorded_ns <= step_ns else min(step_ns / busy_ns, 1.0)
     idle_ns = max(step_ns - busy * busy_ns, 0.0)
-    others_ns = min(others_ns, idle_ns) if waits else idle_ns
-    driver_ns = total(line for line in waits if line.part == Part.IDLE_ALLOCATOR)
-    driver, idle = _factors(driver_ns, total(waits) - driver_ns, idle_ns - others_ns)
-    lines = [
-        *(replace(line, ns=busy * line.ns) for line in ledger.of(*BUSY)),
-        *(replace(line, ns=(driver if line.part == Part.IDLE_ALLOCATOR else idle) * line.ns) for line in waits),
-        TimeLine(part=Part.IDLE_DATA, name=_OTHERS, ns=others_ns),
-    ]
-    # The time from the first kernel to the last has another idle share than the steps, of the same causes.
-    working = busy * busy_ns / step_ns
-    rest_ns = round(window.busy_ns * (1 - working) / working)
-    causes, scale = _scaled(trace.idle, kept, rest_ns, rest_ns * others_ns / idle_ns if idle_ns else 0.0)
+    others_ns = min(others_ns, idle_ns) if sum(waits_ns.values()) else idle_ns
+    driver_ns = waits_ns.pop(Part.IDLE_ALLOCATOR, 0.0)
+    driver, idle = _factors(driver_ns, sum(waits_ns.values()), idle_ns - others_ns)
+    scales: dict[Part, float] = {part: idle * factors[part] for part in waits_ns} | {Part.IDLE_ALLOCATOR: driver}
+    scales |= dict.fromkeys(BUSY, busy)
+    lines = [replace(line, ns=scales.get(line.part, 0.0) * line.ns) for line in ledger.lines]
+    lines.append(TimeLine(part=Part.IDLE_DATA, name=_OTHERS, ns=others_ns))
+    causes = [_scaled(cause, scale) for cause in trace.idle if (scale := scales.get(cause.cause))]
+    if others := round(others_ns * ledger.steps):
+        causes.append(IdleCause(cause=Part.IDLE_DATA, total_ns=others, count=0, longest_ns=0, example=_OTHERS))
+    # The time from the first kernel to the last has another idle share than the steps.
+    rest_ns = round(window.busy_ns * idle_ns / (step_ns - idle_ns))
     return replace(
         trace,
-        steady=Steady(step_ns=round(step_ns), busy_ns=round(busy * busy_ns), others_ns=round(others_ns)),
+        is_steady=True,
         device_ledger=replace(
             ledger,
             step_ns=step_ns,
@@ -69,8 +65,8 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
             passes=tuple(replace(line, ns=busy * line.ns) for line in ledger.passes),
         ),
         gpu_window=replace(window, idle_ns=rest_ns, window_ns=window.busy_ns + rest_ns),
-        idle=causes,
-        synchronizations=tuple(replace(call, gap_ns=round(scale * call.gap_ns)) for call in trace.synchronizations),
+        idle=tuple(sorted(causes, key=lambda cause: -cause.total_ns)),
+        synchronizations=tuple(replace(call, gap_ns=round(idle * call.gap_ns)) for call in trace.synchronizations),
     )
 
 
@@ -85,28 +81,10 @@ def _of_recorder(trace: TraceReport, cause: IdleCause) -> int:
     return min(len(ends) * cause.longest_ns, cause.total_ns)
 
 
-def _scaled(
-    recorded: Iterable[IdleCause], kept: Mapping[Part, float], idle_ns: float, others_ns: float
-) -> tuple[tuple[IdleCause, ...], float]:
-    """Return causes that sum to ``idle_ns``, with one of ``others_ns`` for loading, and the factor of the others."""
-    causes = [cause for cause in recorded if cause.cause != Part.IDLE_DATA and cause.total_ns]
-    driver_ns = sum(cause.total_ns for cause in causes if cause.cause == Part.IDLE_ALLOCATOR)
-    sum_ns = sum(kept[cause.cause] * cause.total_ns for cause in causes)
-    driver, idle = _factors(driver_ns, sum_ns - driver_ns, idle_ns - others_ns)
-    found = []
-    for cause in causes:
-        scale = driver if cause.cause == Part.IDLE_ALLOCATOR else idle
-        of_cause = round(scale * kept[cause.cause] * cause.total_ns)
-        found.append(
-            replace(
-                cause,
-                total_ns=of_cause,
-                longest_ns=round(scale * cause.longest_ns),
-                long_ns=round(scale * cause.long_ns),
-            )
-        )
-    others = IdleCause(cause=Part.IDLE_DATA, total_ns=round(others_ns), count=0, longest_ns=0, example=_OTHERS)
-    return tuple(sorted([*found, *([others] if others_ns else [])], key=lambda cause: -cause.total_ns)), idle
+def _scaled(cause: IdleCause, scale: float) -> IdleCause:
+    """Return a cause whose gaps are shorter or longer by a factor."""
+    times = ("total_ns", "longest_ns", "apart_ns", "long_ns")
+    return replace(cause, **{name: round(scale * getattr(cause, name)) for name in times})
 
 
 def _factors(driver_ns: float, slowed_ns: float, idle_ns: float) -> tuple[float, float]:

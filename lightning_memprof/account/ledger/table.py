@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -51,28 +51,31 @@ def joined(tables: list[Table]) -> Table:
 def time_lines(
     table: Table,
     steps: int,
-    label: Callable[[int], str],
-    module: Callable[[int], str | None],
-    operator: Callable[[int], str | None],
+    texts: Sequence[str],
+    path: Callable[[int], str | None],
+    *,
+    outside: str | None = None,
+    label: Callable[[str], str] = str,
 ) -> list[TimeLine]:
     """Return the owners of a table of times as lines per step.
 
     Args:
         table: whose sums are ns, count and, where they are known, calls and events inside.
         steps: number of steps.
-        label: text of a label's number.
-        module: path of a module's number.
-        operator: text of an operator's number.
+        texts: of labels and operators by number.
+        path: path of a module's number.
+        outside: the operator of a negative number.
+        label: name of a label's text.
     """
     keys, sums, longest = table[:4].T.tolist(), table[4:-1].T / steps, table[-1].tolist()
     return [
         TimeLine(
             part=PARTS[part],
-            name=label(name),
-            module=module(path),
-            operator=operator(function),
+            name="" if name < 0 else label(texts[name]),
+            module=path(module),
+            operator=outside if operator < 0 else texts[operator].removeprefix(NODE),
             longest_ns=most,
             **dict(zip(_SUMS, spent, strict=False)),
         )
-        for (part, name, path, function), spent, most in zip(keys, sums.tolist(), longest, strict=True)
+        for (part, name, module, operator), spent, most in zip(keys, sums.tolist(), longest, strict=True)
     ]

@@ -14,12 +14,8 @@ import numpy as np
 from lightning_memprof.account.ledger.model import OperatorWork
 from lightning_memprof.account.ledger.table import Table, joined, summed
 from lightning_memprof.account.parts import PARTS
-from lightning_memprof.read.trace.columns import Inputs, TraceColumns
+from lightning_memprof.read.trace.columns import Inputs, TraceColumns, item_bytes
 
-_SIZES: Final = {
-    "double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
-    "long": 8, "long int": 8, "int": 4, "short": 2, "signed char": 1, "unsigned char": 1, "bool": 1,
-}  # fmt: skip
 _DTYPES: Final = {"double": "float64", "float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
 # Positions of padding, stride and dilation among the inputs of a convolution.
 _CONVOLUTIONS: Final = {"cudnn_convolution": 2, "miopen_convolution": 3, "mkldnn_convolution": 3}
@@ -37,8 +33,6 @@ _DENSE: Final = 4
 _PRODUCTS: Final = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 # Their result is small.
 _REDUCES: Final = ("sum", "mean")
-# A result this many times as large as its largest operand has a value for each pair of theirs.
-_EXPANDS: Final = 8
 # The operators with the most time; the others change no statement.
 _MOST: Final = 200
 
@@ -69,7 +63,7 @@ def work_of(inputs: Inputs) -> Work | None:
 
 def _work(name: str, dims: list[Any], types: list[str], values: list[str]) -> Work | None:
     operands = [
-        (tuple(map(int, each)), kind) for each, kind in zip(dims, types, strict=False) if each and kind in _SIZES
+        (tuple(map(int, each)), kind) for each, kind in zip(dims, types, strict=False) if each and item_bytes(kind)
     ]
     if not operands:
         return None
@@ -77,7 +71,8 @@ def _work(name: str, dims: list[Any], types: list[str], values: list[str]) -> Wo
     if flops is None:
         return None
     dtype = operands[0][1]
-    moved = sum(prod(each) * _SIZES[kind] for each, kind in operands) + prod(result) * _SIZES[dtype]
+    sizes = [(each, item_bytes(kind) or 0) for each, kind in (*operands, (result, dtype))]
+    moved = sum(prod(each) * size for each, size in sizes)
     shapes = " and ".join(dict.fromkeys("x".join(map(str, each)) for each, _ in operands[:2]))
     return Work(flops=flops, bytes=moved, shapes=shapes, dtype=_DTYPES.get(dtype, dtype.removeprefix("c10::")))
 
@@ -117,18 +112,6 @@ def _broadcast(dims: list[Dims]) -> Dims:
     if all(len({*sizes, 1}) <= 2 for sizes in backwards):
         return tuple(max(sizes) for sizes in reversed(backwards))
     return max(dims, key=prod)
-
-
-def all_pairs(work: Sequence[OperatorWork], ns: float) -> str:
-    """Return the operands that are broadcast to a much larger result, if the work on it takes ``ns``; else nothing."""
-    for each in work:
-        dims = [tuple(map(int, shape.split("x"))) for shape in each.shapes.split(" and ")]
-        result = _broadcast(dims)
-        shape = "x".join(map(str, result))
-        spent = sum(other.ns for other in work if other is each or shape in other.shapes.split(" and "))
-        if not each.flops and prod(result) >= _EXPANDS * max(map(prod, dims)) and spent >= ns:
-            return each.shapes
-    return ""
 
 
 def _numbers(text: str, count: int) -> list[int]:

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import accumulate
 from typing import Final
 
 import msgspec
@@ -90,16 +91,11 @@ class SavedSteps(msgspec.Struct, frozen=True):
     """The recorded steps of one rank; ``ends`` by window and step."""
 
     backwards: tuple[Activations, ...]
-    ends: Mapping[tuple[int, int], StepEnd]
+    ends: dict[tuple[int, int], StepEnd]
 
     def end_of(self, backward: Activations) -> StepEnd | None:
         """Return the end of the step that a backward belongs to."""
         return self.ends.get((backward.window, backward.step))
-
-    @property
-    def last_end(self) -> StepEnd | None:
-        """The end of the last recorded step."""
-        return list(self.ends.values())[-1] if self.ends else None
 
 
 def read_saved_steps(rank: Rank) -> SavedSteps:
@@ -203,12 +199,15 @@ class CheckpointedGroup(msgspec.Struct, frozen=True, kw_only=True):
     recompute_ns: int | None
 
 
-def checkpointing(peak: Activations, backwards: Sequence[Activations]) -> tuple[CheckpointedGroup, ...]:
+def checkpointing(
+    peak: Activations, backwards: Sequence[Activations], forward_ns: int | None = None
+) -> tuple[CheckpointedGroup, ...]:
     """Return an estimate of activation checkpointing for each group of repeated blocks, the largest saving first.
 
     Bytes are those of ``peak``: saved activations of a block with its submodules, without its input, which the
-    checkpoint holds. Times are medians over the steps of ``backwards``, each the sum of a step's forwards. Groups
-    inside the blocks of another group, and blocks that would save nothing (such as checkpointed ones), are omitted.
+    checkpoint holds. Times are medians over the steps of ``backwards``, each the sum of a step's forwards, and of a
+    group at most ``forward_ns``, the forward of steps that were not recorded: hooks lengthen it. Groups inside the
+    blocks of another group, and blocks that would save nothing (such as checkpointed ones), are omitted.
     """
     modules = {module.name: module for module in peak.modules}
     repeated = repeated_blocks(modules, peak.parameters)
@@ -218,7 +217,7 @@ def checkpointing(peak: Activations, backwards: Sequence[Activations]) -> tuple[
     for label, names in repeated.items():
         if any(names[0].startswith(f"{outer}.") for outer in taken):
             continue
-        blocks = tuple(
+        blocks = [
             CheckpointedBlock(
                 name=name,
                 saved_bytes=saved,
@@ -228,42 +227,32 @@ def checkpointing(peak: Activations, backwards: Sequence[Activations]) -> tuple[
             for name in names
             if (given := peak.inputs.get(name)) is not None
             and (saved := modules[name].inclusive_activation_bytes - given) > 0
-        )
+        ]
         if not blocks:
             continue
         taken += names
-        costs = [block.recompute_ns for block in blocks]
+        costs = [block.recompute_ns for block in blocks if block.recompute_ns is not None]
+        whole_ns = sum(costs) if len(costs) == len(blocks) else None
+        if whole_ns is not None and forward_ns is not None and whole_ns > forward_ns:
+            part, whole_ns = forward_ns / whole_ns, forward_ns
+            blocks = [replace(block, recompute_ns=round((block.recompute_ns or 0) * part)) for block in blocks]
         groups.append(
             CheckpointedGroup(
                 name=label,
                 repeats=len(names),
-                blocks=blocks,
+                blocks=tuple(blocks),
                 saved_bytes=sum(block.saved_bytes for block in blocks),
                 still_held_bytes=sum(block.still_held_bytes for block in blocks),
                 recompute_peak_bytes=max(block.saved_bytes for block in blocks),
-                recompute_ns=sum(cost for cost in costs if cost is not None) if None not in costs else None,
+                recompute_ns=whole_ns,
             )
         )
     return tuple(sorted(groups, key=lambda group: (-group.saved_bytes, group.name)))
 
 
-def within_forward(groups: Iterable[CheckpointedGroup], forward_ns: int | None) -> tuple[CheckpointedGroup, ...]:
-    """Return the groups with recompute times of at most a step's forward: hooks lengthen forwards in recorded steps.
-
-    Args:
-        groups: the estimates.
-        forward_ns: mean forward of steps that were not recorded; None if unknown.
-    """
-    return tuple(_within(group, forward_ns) for group in groups)
-
-
-def _within(group: CheckpointedGroup, forward_ns: int | None) -> CheckpointedGroup:
-    ns = group.recompute_ns
-    if ns is None or forward_ns is None or ns <= forward_ns:
-        return group
-    part = forward_ns / ns
-    blocks = tuple(replace(block, recompute_ns=round((block.recompute_ns or 0) * part)) for block in group.blocks)
-    return replace(group, blocks=blocks, recompute_ns=forward_ns)
+def paths_around(path: str) -> list[str]:
+    """Return the paths of the modules around a module, that of the whole model, which is empty, first."""
+    return ["", *accumulate(path.split(".")[:-1], "{}.{}".format)] if path else []
 
 
 def repeated_blocks(names: Iterable[str], parameters: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -279,9 +268,8 @@ def repeated_blocks(names: Iterable[str], parameters: Mapping[str, int]) -> dict
     paths = set(names) | parameters.keys()
     below: dict[str, list[str]] = defaultdict(list)
     for path in paths:
-        parts = path.split(".")
-        for depth in range(1, len(parts)):
-            below[".".join(parts[:depth])].append(path)
+        for around in paths_around(path)[1:]:
+            below[around].append(path)
     siblings: dict[tuple[str, Structure], list[tuple[int, str]]] = defaultdict(list)
     for path in paths:
         prefix, _, last = path.rpartition(".")
@@ -303,9 +291,8 @@ def patterns(names: Iterable[str], parameters: Mapping[str, int]) -> dict[str, s
     }
     shared = {}
     for path in paths:
-        parts = path.split(".")
-        places = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-        shared[path] = ".".join(labels.get(place, part) for place, part in zip(places, parts, strict=True))
+        places = (*paths_around(path)[1:], path)
+        shared[path] = ".".join(labels.get(place, place.rpartition(".")[2]) for place in places)
     return shared
 
 

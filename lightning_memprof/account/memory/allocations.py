@@ -8,25 +8,14 @@ and those without a stack are unattributed.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from lightning_memprof.account.memory.columns import (
-    DeviceMemory,
-    MemoryColumns,
-    MemoryTrace,
-    Origin,
-    Origins,
-    counted_bytes,
-    read_memory,
-    step_at,
-)
+from lightning_memprof.account.memory.blocks import Blocks, read_blocks
+from lightning_memprof.account.memory.columns import Origin, Step, step_at
 from lightning_memprof.account.memory.model import (
     DeviceAllocations,
     MarkBytes,
@@ -35,14 +24,11 @@ from lightning_memprof.account.memory.model import (
     WindowAllocations,
     curve_corners,
 )
-from lightning_memprof.account.snapshot.replay import Replay, replay
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.run.model import ArtifactFile, Run
-from lightning_memprof.read.snapshot.reader import read_snapshot
-from lightning_memprof.read.stacks import native_site, user_frame
+from lightning_memprof.read.run.model import ArtifactFile, Rank, Run
+from lightning_memprof.read.stacks import user_frame
 
 _TRACE_COLLECTOR: Final = "operator_trace"
-_ALLOC: Final = "alloc"
 
 
 def run_allocations(run: Run) -> tuple[WindowAllocations, ...]:
@@ -51,22 +37,11 @@ def run_allocations(run: Run) -> tuple[WindowAllocations, ...]:
     They are read from the window's operator trace and, where that has no CUDA memory, from its last allocator snapshot.
     A damaged file, or one recorded without allocations, is a `problem`.
     """
-    traces = [
-        artifact for artifact in run.artifacts if artifact.type == "trace" and artifact.collector == _TRACE_COLLECTOR
-    ]
-    found = [
-        _read(trace, window_allocations, "the trace has no allocations: record it with profile_memory=True")
-        for trace in traces
-    ]
-    found += _snapshot_allocations(run, found)
-    return tuple(sorted(found, key=lambda allocation: (allocation.rank, allocation.window or 0, str(allocation.trace))))
-
-
-def _snapshot_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list[WindowAllocations]:
-    """Return the allocations of windows whose traces, read before, have no CUDA memory."""
+    traces = (found for found in run.artifacts if found.type == "trace" and found.collector == _TRACE_COLLECTOR)
+    found = [_read(trace, "the trace has no allocations: record it with profile_memory=True") for trace in traces]
     known = {
         (allocation.rank, allocation.window)
-        for allocation in traced
+        for allocation in found
         for device in allocation.devices
         if device.device.startswith("cuda")
     }
@@ -75,40 +50,28 @@ def _snapshot_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list
         for artifact in run.artifacts
         if artifact.type == "snapshot" and artifact.window is not None
     }
-    steps = {
-        rank.rank: [
-            (start, start + duration, step)
-            for row in rank.pulse
-            if (step := row["step"]) is not None
-            and (start := row["start_ns"]) is not None
-            and (duration := row["duration_ns"]) is not None
-        ]
-        for rank in run.ranks
-    }
-
-    def devices(file: Path, rank: int) -> tuple[DeviceAllocations, ...]:
-        snapshot = read_snapshot(file)
-        with_events = [number for number, recorded in snapshot.devices.items() if recorded.events]
-        return tuple(replay_allocations(replay(snapshot, number), steps.get(rank, [])) for number in with_events)
-
-    return [
-        _read(
-            artifact,
-            partial(devices, rank=artifact.rank),
-            "the snapshot has no events: the allocator history was off",
-        )
+    pulses = {rank.rank: list(_pulse_steps(rank)) for rank in run.ranks}
+    found += (
+        _read(artifact, "the snapshot has no events: the allocator history was off", pulses.get(artifact.rank, ()))
         for key, artifact in last.items()
         if key not in known
-    ]
+    )
+    return tuple(sorted(found, key=lambda allocation: (allocation.rank, allocation.window or 0, str(allocation.trace))))
 
 
-def _read(
-    artifact: ArtifactFile, devices_of: Callable[[Path], tuple[DeviceAllocations, ...]], empty: str
-) -> WindowAllocations:
+def _pulse_steps(rank: Rank) -> Iterator[Step]:
+    for row in rank.pulse:
+        step, start, duration = row["step"], row["start_ns"], row["duration_ns"]
+        if step is not None and start is not None and duration is not None:
+            yield start, start + duration, step
+
+
+def _read(artifact: ArtifactFile, empty: str, pulse: Sequence[Step] = ()) -> WindowAllocations:
     devices: tuple[DeviceAllocations, ...] = ()
     problem: str | None
     try:
-        devices = devices_of(artifact.file)
+        found = read_blocks(artifact.file)
+        devices = tuple(device_allocations(blocks, pulse) for blocks in found if blocks.times)
         problem = None if devices else empty
     except ArtifactError as error:
         problem = str(error)
@@ -118,90 +81,70 @@ def _read(
 
 
 def window_allocations(trace: Path) -> tuple[DeviceAllocations, ...]:
-    """Return the allocations of each device of a trace, the host first; empty if recorded without `profile_memory`.
-
-    Reads the file once and needs about 80 bytes of memory per event of a thread with allocations, and 50 of others.
+    """Return the allocations of each device of a trace, as :func:`read_blocks` has its blocks.
 
     Raises:
         ArtifactError: the trace is missing, damaged or truncated.
     """
-    columns = read_memory(trace)
-    origins = Origins(columns)
-    return tuple(_device(columns, device, memory, origins) for device, memory in sorted(columns.devices.items()))
+    return tuple(map(device_allocations, read_blocks(trace)))
 
 
-def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, origins: Origins) -> DeviceAllocations:
-    deltas = counted_bytes(device, memory)
-    live = tuple(accumulate(deltas))
-    peak = max(range(len(live)), key=live.__getitem__)
-    # If nothing was allocated above the start, the peak is at the start.
-    count = peak + 1 if live[peak] > 0 else 0
-    sites, unattributed, freed_outside = _live_sites(memory, deltas, count, origins)
-    time = trace.origin_ns + memory.time[peak if count else 0]
+def device_allocations(blocks: Blocks, pulse: Sequence[Step] = ()) -> DeviceAllocations:
+    """Return the allocations of one device; there are events.
+
+    Args:
+        blocks: its blocks.
+        pulse: steps of a snapshot, which has none itself; it has the bytes of those that its history covers.
+    """
+    live, times, peak = blocks.live(), blocks.times, blocks.peak
+    if peak is None:
+        peak = max(range(len(live)), key=live.__getitem__)
+        # If nothing was allocated above the start, the peak is at the start.
+        peak = peak if live[peak] > 0 else -1
+    steps = blocks.steps or pulse
+    covered = blocks.steps or [step for step in pulse if blocks.start <= step[0] and step[1] <= blocks.end]
+    sizes = list(zip(blocks.born, blocks.died, blocks.size, strict=True))
+    held = [i for i, (born, died, _) in enumerate(sizes) if 0 <= born <= peak < died]
+    origins = {i: blocks.origins[blocks.place[i]] for i in held}
+    known = [i for i in held if origins[i].operator is not None]
     return DeviceAllocations(
-        device=str(device),
-        start_bytes=None if device.is_host else memory.start_bytes,
-        peak_bytes=live[peak] if count else 0,
-        peak_time_ns=time,
-        peak_step=trace.step_at(time),
-        sites=sites,
-        unattributed_bytes=unattributed,
-        freed_outside_bytes=freed_outside,
-        curve=tuple((trace.origin_ns + memory.time[i], live[i]) for i in curve_corners(live)),
-        steps=tuple(_steps(trace.steps, memory.time, live, trace.origin_ns)),
+        device=blocks.device,
+        start_bytes=blocks.start_bytes,
+        peak_bytes=live[peak] if peak >= 0 else 0,
+        peak_time_ns=times[max(peak, 0)],
+        peak_step=step_at(steps, times[max(peak, 0)]),
+        sites=_sites((origins[i], step_at(steps, times[blocks.born[i]]), blocks.size[i]) for i in known),
+        unattributed_bytes=sum(blocks.size[i] for i in held) - sum(blocks.size[i] for i in known),
+        freed_outside_bytes=sum(size for born, died, size in sizes if born < 0 and died <= peak),
+        curve=tuple((times[i], live[i]) for i in curve_corners(live)),
+        steps=tuple(_steps(covered, times, live)),
         marks=tuple(
-            MarkBytes(
-                step=trace.step_at(time),
-                point=point,
-                time_ns=time,
-                live_bytes=_live_at(memory.time, live, time - trace.origin_ns),
-            )
-            for time, point in trace.points
+            MarkBytes(step=step_at(steps, time), point=point, time_ns=time, live_bytes=_live_at(times, live, time))
+            for time, point in blocks.points
         ),
-        allocations=sum(count > 0 for count in memory.bytes),
+        allocations=sum(born >= 0 for born in blocks.born),
     )
 
 
-def _live_sites(
-    memory: MemoryColumns, deltas: array[int], count: int, origins: Origins
-) -> tuple[tuple[Site, ...], int, int]:
-    """Return the sites of the bytes that are live after the first `count` events, and two sums of bytes.
-
-    These are the live bytes of no known operator, and the bytes freed that were allocated before the trace.
-    """
-    live: dict[int, int] = {}
-    freed_outside = unattributed = 0
-    for i in range(count):
-        if not memory.address[i]:
-            unattributed += deltas[i]
-        elif memory.bytes[i] >= 0:
-            live[memory.address[i]] = i
-        elif live.pop(memory.address[i], None) is None:
-            freed_outside -= deltas[i]
-    blocks = [(origins.of(memory, i), memory.bytes[i]) for i in live.values()]
-    unattributed += sum(size for origin, size in blocks if origin.operator is None)
-    return _sites((origin, size) for origin, size in blocks if origin.operator is not None), unattributed, freed_outside
-
-
-def _sites(blocks: Iterable[tuple[Origin, int]], *, with_native: bool = True) -> tuple[Site, ...]:
-    """Sum the bytes of live blocks by origin, largest first; `with_native` shows C++ frames in the stacks."""
-    live: Counter[Origin] = Counter()
-    counts: Counter[Origin] = Counter()
-    for origin, size in blocks:
-        live[origin] += size
-        counts[origin] += 1
+def _sites(blocks: Iterable[tuple[Origin, int | None, int]]) -> tuple[Site, ...]:
+    """Sum the bytes of live blocks by origin and step, largest first."""
+    live: Counter[tuple[Origin, int | None]] = Counter()
+    counts: Counter[tuple[Origin, int | None]] = Counter()
+    for origin, step, size in blocks:
+        live[origin, step] += size
+        counts[origin, step] += 1
     return tuple(
         Site(
             operator=origin.operator or "",
             module=origin.module,
             line=str(frame) if (frame := user_frame(origin.stack)) else None,
-            stack=tuple(str(frame) for frame in origin.stack if with_native or frame.is_python),
-            step=origin.step,
+            stack=tuple(str(frame) for frame in origin.stack if frame.is_python),
+            step=step,
             phase=origin.phase,
             bytes=size,
-            blocks=counts[origin],
+            blocks=counts[origin, step],
         )
-        for origin, size in live.most_common()
+        for (origin, step), size in live.most_common()
     )
 
 
@@ -210,10 +153,8 @@ def _live_at(times: Sequence[int], live: Sequence[int], time: int) -> int:
     return live[done - 1] if done else 0
 
 
-def _steps(
-    steps: Iterable[tuple[int, int, int]], times: Sequence[int], live: Sequence[int], origin_ns: int = 0
-) -> Iterator[StepBytes]:
-    """Yield the live bytes of steps (start, end, number); all times are ns after the origin."""
+def _steps(steps: Iterable[Step], times: Sequence[int], live: Sequence[int]) -> Iterator[StepBytes]:
+    """Yield the live bytes of steps (start, end, number) in Unix ns."""
     for start, end, step in steps:
         at_start = _live_at(times, live, start)
         inside = range(bisect_right(times, start), bisect_right(times, end))
@@ -225,44 +166,6 @@ def _steps(
             step=step,
             start_bytes=at_start,
             peak_bytes=peak,
-            peak_time_ns=origin_ns + time,
+            peak_time_ns=time,
             end_bytes=_live_at(times, live, end),
         )
-
-
-def replay_allocations(ring: Replay, steps: Sequence[tuple[int, int, int]] = ()) -> DeviceAllocations:
-    """Return the allocations of one device of a snapshot, relative to the live bytes at the start of its history.
-
-    Args:
-        ring: the replayed history; it has events. Without times (torch before 2.2) all times are 0.
-        steps: (start, end, number) of the steps in Unix ns, by time.
-    """
-    start = ring.live_at(-1).requested_bytes
-    live = [ring.live_at(event).requested_bytes - start for event in range(ring.events)]
-    times = [(event.time_us or 0) * 1000 for event in ring.snapshot.events]
-    live_lives = ring.lives_at(ring.peak_event)
-    known = [life for life in live_lives if life.born >= 0 and ring.snapshot.stacks[life.stack]]
-    old_bytes = sum(life.requested_size for life in live_lives if life.born < 0)
-    stacks = {life.stack: ring.snapshot.stacks[life.stack] for life in known}
-    origins = {number: Origin(native_site(stack) or _ALLOC, None, None, stack) for number, stack in stacks.items()}
-    peak_time = times[max(ring.peak_event, 0)]
-    return DeviceAllocations(
-        device=f"cuda:{ring.device}",
-        start_bytes=start,
-        peak_bytes=ring.peak_requested_bytes - start,
-        peak_time_ns=peak_time,
-        peak_step=step_at(steps, peak_time),
-        sites=_sites(
-            (
-                (origins[life.stack]._replace(step=step_at(steps, times[life.born])), life.requested_size)
-                for life in known
-            ),
-            with_native=False,
-        ),
-        unattributed_bytes=ring.peak_requested_bytes - old_bytes - sum(life.requested_size for life in known),
-        freed_outside_bytes=start - old_bytes,
-        curve=tuple((times[i], live[i]) for i in curve_corners(live)),
-        steps=tuple(_steps([step for step in steps if times[0] <= step[0] and step[1] <= times[-1]], times, live)),
-        marks=(),
-        allocations=sum(event.action == _ALLOC for event in ring.snapshot.events),
-    )

@@ -1,7 +1,7 @@
 """The `[memory]` events of an operator trace, as columns by device, and the origin of each allocation.
 
 Device bytes are the allocator's blocks. On the host torch records only blocks that were allocated under a profiler, and
-no free between two profiles: its totals, and frees of unknown blocks, are ignored there.
+no free between two profiles: its totals are not used there.
 
 The operator of an allocation is the innermost one that ran in its thread, without operators that only allocate for
 another. A backward operator gets the module and the Python frames of the forward operator that made its autograd node.
@@ -22,10 +22,10 @@ import numpy as np
 from lightning_memprof.account.ledger.table import NODE
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import RANGES, classify
-from lightning_memprof.account.trace.events import HostEvents
+from lightning_memprof.account.trace.events import HostEvents, node_makers
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.stacks import Frame, parse_frame
-from lightning_memprof.read.trace.columns import STEP_NAME, Kind, TraceColumns, read_columns
+from lightning_memprof.read.trace.columns import STEP_NAME, Allocations, Kind, TraceColumns, read_in_full
 from lightning_memprof.read.trace.intervals import Nesting, innermost_at, nesting_order
 from lightning_memprof.schedule import Point
 
@@ -35,8 +35,8 @@ _MODULE: Final = "[pl][module]"
 # The others of Lightning and of this package: hooks.
 _RANGE: Final = "[pl]"
 _OPTIMIZER_HOOK: Final = ".on_before_optimizer_step"
-# c10::DeviceType; 2 and 5 are MKLDNN and IDEEP, which use host memory.
-_HOST_TYPES: Final = frozenset({0, 2, 5})
+# c10::DeviceType.
+_HOST: Final = 0
 _DEVICE_TYPES: Final = {1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 18: "mtia", 20: "privateuseone"}
 _MOST_BYTES: Final = 1 << 50  # a larger block is damage; sums of blocks stay in 64 bits
 # These operators allocate for their caller; without a caller they are the operator.
@@ -53,6 +53,10 @@ _ALLOCATING: Final = frozenset(
 )
 
 
+# Start, end and number.
+Step = tuple[int, int, int]
+
+
 class DeviceMemory(NamedTuple):
     """A device as numbered in a trace: its c10 type, 0 for the host, and its index, -1 for none."""
 
@@ -62,7 +66,7 @@ class DeviceMemory(NamedTuple):
     @property
     def is_host(self) -> bool:
         """Whether this is host memory."""
-        return self.kind in _HOST_TYPES
+        return self.kind == _HOST
 
     def __str__(self) -> str:
         """Return the name that torch gives the device: `cpu`, `cuda:0`, ..."""
@@ -76,55 +80,37 @@ class MemoryColumns(NamedTuple):
     """Allocations and frees (negative bytes) of one device, by time.
 
     Attributes:
-        time: ns after the origin of the trace.
+        start_bytes: bytes allocated before the first event; None where torch did not count them.
+        time: Unix ns.
         bytes: size of the block in bytes, negative for a free.
-        address: address of the block; 0 where unknown.
-        total: bytes that torch counted as allocated after the event.
+        address: address of the block.
         inner: row of the innermost event of the thread at the allocation, -1 for none.
     """
 
+    start_bytes: int | None
     time: array[int]
     bytes: array[int]
     address: array[int]
-    total: array[int]
     inner: array[int]
-
-    @property
-    def start_bytes(self) -> int | None:
-        """Bytes allocated before the first event; None where torch did not count them."""
-        return self.total[0] - self.bytes[0] if self.total[0] else None
 
 
 class MemoryTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory events of one trace by device, with its host events, steps and marks.
+    """The memory events of one trace by device, with their origins, and its steps and marks.
 
     Attributes:
-        columns: the trace.
-        events: of its host.
-        stage: of the run, which tells the phase of Lightning's actions.
+        origins: by row of the innermost event.
         devices: allocations by device.
-        steps: start and end in ns after the origin, and step number, by time.
+        steps: start and end in Unix ns, and step number, by time.
         points: Unix ns and a value of `schedule.Point`, by time.
     """
 
-    columns: TraceColumns
-    events: HostEvents
-    stage: str
+    origins: Origins
     devices: dict[DeviceMemory, MemoryColumns]
-    steps: list[tuple[int, int, int]]
+    steps: list[Step]
     points: list[tuple[int, str]]
 
-    @property
-    def origin_ns(self) -> int:
-        """Unix ns of the origin."""
-        return self.columns.origin_ns
 
-    def step_at(self, time_ns: int) -> int | None:
-        """Return the step at a time (Unix ns), or None outside steps."""
-        return step_at(self.steps, time_ns - self.origin_ns)
-
-
-def step_at(steps: Sequence[tuple[int, int, int]], time: int) -> int | None:
+def step_at(steps: Sequence[Step], time: int) -> int | None:
     """Return the number of the step at a time, None outside of steps: (start, end, number) by time."""
     before = bisect_right(steps, time, key=itemgetter(0))
     if not before or steps[before - 1][1] < time:
@@ -138,28 +124,25 @@ def read_memory(path: Path) -> MemoryTrace:
     Raises:
         ArtifactError: the trace is missing, damaged or truncated.
     """
-    columns, name = read_columns(path, with_memory=True), TraceName.parse(path.name)
+    (columns, details), name = read_in_full(path), TraceName.parse(path.name)
     events, stage = HostEvents(columns), name.stage if name else "fit"
-    steps, points = [], []
+    steps: list[Step] = []
+    points: list[tuple[int, str]] = []
     for row in columns.rows_named(lambda name: name.startswith((_STEP, _ACTION)), Kind.ANNOTATION).tolist():
-        start, end, text = int(columns.starts[row]), int(columns.ends[row]), columns.name(row)
+        start, end = (columns.origin_ns + int(times[row]) for times in (columns.starts, columns.ends))
+        text = columns.name(row)
         if step := STEP_NAME.match(text):
             steps.append((start, end, int(step[1])))
-        points += [(columns.origin_ns + moment, point) for moment, point in _points(text, stage, start, end)]
+        points += _points(text, stage, start, end)
     return MemoryTrace(
-        columns=columns,
-        events=events,
-        stage=stage,
-        devices=_devices(columns, events),
+        origins=Origins(columns, events, stage),
+        devices=_devices(columns, events, details.allocations),
         steps=sorted(steps),
         points=sorted(points),
     )
 
 
-def _devices(columns: TraceColumns, events: HostEvents) -> dict[DeviceMemory, MemoryColumns]:
-    found = columns.allocations
-    if found is None:
-        return {}
+def _devices(columns: TraceColumns, events: HostEvents, found: Allocations) -> dict[DeviceMemory, MemoryColumns]:
     inner = np.full(len(found.moments), -1, np.int64)
     for lane in np.unique(found.lanes).tolist():
         mine = np.flatnonzero(found.lanes == lane)
@@ -170,19 +153,22 @@ def _devices(columns: TraceColumns, events: HostEvents) -> dict[DeviceMemory, Me
         at = innermost_at(nesting, starts, found.moments[mine])
         inner[mine] = np.where(at >= 0, rows[at], -1) if len(rows) else -1
     sizes = np.where(np.abs(found.sizes) < _MOST_BYTES, found.sizes, 0)
+    # Torch before 1.11 does not identify blocks.
     order = np.argsort(found.moments, kind="stable")
+    order = order[found.addresses[order] != 0]
     result = {}
-    for kind, number in dict.fromkeys(map(tuple, found.devices.tolist())):
+    for kind, number in dict.fromkeys(map(tuple, found.devices[order].tolist())):
         mine = order[np.all(found.devices[order] == (kind, number), axis=1)]
-        of_device = (found.moments, sizes, found.addresses, found.totals, inner)
+        of_device = (columns.origin_ns + found.moments, sizes, found.addresses, inner)
+        total, first = int(found.totals[mine[0]]), int(sizes[mine[0]])
         result[DeviceMemory(kind=kind, number=number)] = MemoryColumns(
-            *(array("q", column[mine].tobytes()) for column in of_device)
+            total - first if total else None, *(array("q", column[mine].tobytes()) for column in of_device)
         )
     return result
 
 
 def _points(name: str, stage: str, start: int, end: int) -> Sequence[tuple[int, str]]:
-    """Return the marks of a step at the start and end of a range, as ns after the origin and point."""
+    """Return the marks of a step at the start and end of a range, as time and point."""
     if not name.startswith(_ACTION):
         return (start, Point.STEP_START.value), (end, Point.STEP_END.value)
     action = name[len(_ACTION) :]
@@ -198,84 +184,58 @@ def _points(name: str, stage: str, start: int, end: int) -> Sequence[tuple[int, 
     return ()
 
 
-def counted_bytes(device: DeviceMemory, memory: MemoryColumns) -> array[int]:
-    """Return the change of the live bytes at each event; 0 for a host free of an unknown block."""
-    deltas = array("q", memory.bytes)
-    if not any(memory.address):  # traces before torch 1.11 do not identify blocks
-        return deltas
-    live: dict[int, int] = {}
-    for i, (address, count) in enumerate(zip(memory.address, memory.bytes, strict=True)):
-        if count >= 0:
-            # The block at this address was freed by a thread that is not recorded.
-            deltas[i] -= live.get(address, 0)
-            live[address] = count
-        elif live.pop(address, None) is None and device.is_host:
-            deltas[i] = 0
-    return deltas
-
-
 class Origin(NamedTuple):
-    """Origin of an allocation: operator, module, phase and step as in `Site`; frames innermost first."""
-
-    operator: str | None
-    module: str | None
-    phase: str | None
-    stack: tuple[Frame, ...]
-    step: int | None = None
-
-
-class _Label(NamedTuple):
-    """What is in the name of an event; None for each part that it does not have."""
+    """Origin of an allocation: operator, module and phase as in `Site`; frames innermost first."""
 
     operator: str | None = None
     module: str | None = None
     phase: str | None = None
-    frame: Frame | None = None
+    stack: tuple[Frame, ...] = ()
 
 
-def _label(name: str, kind: int, stage: str) -> _Label:
+NOWHERE: Final = -1
+"""Row for allocations outside of all events."""
+
+
+def _label(name: str, kind: int, stage: str) -> Origin:
+    """Return what the name of an event tells of an origin."""
     if kind == Kind.PYTHON:
         # The names of builtins and modules contain addresses, and none is a line of the user's.
-        return _Label() if name.startswith(("<", "nn.Module:")) else _Label(frame=parse_frame(name))
+        frame = None if name.startswith(("<", "nn.Module:")) else parse_frame(name)
+        return Origin(stack=() if frame is None else (frame,))
     if name.startswith(NODE):
-        return _Label(operator=name[len(NODE) :], phase=Part.BACKWARD.phase)
+        return Origin(operator=name[len(NODE) :], phase=Part.BACKWARD.phase)
     if name.startswith(_MODULE):
-        return _Label(module=name.rpartition(": ")[2])
+        return Origin(module=name.rpartition(": ")[2])
     if name.startswith(_ACTION):
-        return _Label(phase=classify(name[len(_ACTION) :], stage))
+        return Origin(phase=classify(name[len(_ACTION) :], stage))
     if kind == Kind.OPERATOR or name.startswith(_RANGE):
-        return _Label(operator=name)
-    return _Label(phase=next((part.phase for start, part in RANGES.items() if name.startswith(start)), None))
+        return Origin(operator=name)
+    return Origin(phase=next((part.phase for start, part in RANGES.items() if name.startswith(start)), None))
 
 
 class Origins:
-    """Origins of the allocations of a trace, computed once per event of the host."""
+    """Origins of the allocations of a trace, by row of the innermost event; each is computed when it is first used."""
 
-    def __init__(self, trace: MemoryTrace) -> None:
+    def __init__(self, columns: TraceColumns, events: HostEvents, stage: str) -> None:
         """Index the operators of forward by the autograd nodes that they make."""
-        self._trace = trace
-        columns = trace.columns
-        rows = trace.events.thread(trace.events.training).rows
-        rows = rows[(columns.sequences[rows] >= 0) & ~columns.runs_node[rows]]
-        rows = rows[np.argsort(columns.starts[rows], kind="stable")]
-        # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
+        self._columns, self._events, self._stage = columns, events, stage
+        rows = events.thread(events.training).rows
+        rows = rows[node_makers(columns, rows)]
         self._makers = dict(zip(columns.sequences[rows].tolist(), rows.tolist(), strict=True))
-        self._labels: dict[tuple[int, int], _Label] = {}
-        self._found: dict[int, Origin] = {-1: Origin(None, None, None, ())}
+        self._labels: dict[tuple[int, int], Origin] = {}
+        self._found: dict[int, Origin] = {NOWHERE: Origin()}
 
-    def of(self, memory: MemoryColumns, i: int) -> Origin:
-        """Return the origin of allocation `i`."""
-        return self._around(memory.inner[i])._replace(step=step_at(self._trace.steps, memory.time[i]))
-
-    def _around(self, row: int) -> Origin:
+    def __getitem__(self, row: int) -> Origin:
+        """Return the origin of the allocations inside of an event, -1 for those outside of all."""
         if row not in self._found:
-            self._found[row] = self._found[-1]  # a damaged trace may have nodes that make themselves
+            self._found[row] = self._found[NOWHERE]  # a damaged trace may have nodes that make themselves
             self._found[row] = self._look(row)
         return self._found[row]
 
     def _look(self, row: int) -> Origin:
-        columns = self._trace.columns
-        rows, parents, _ = self._trace.events.thread(int(columns.lanes[row]))
+        columns = self._columns
+        rows, parents, _ = self._events.thread(int(columns.lanes[row]))
         operator = module = phase = None
         stack: list[Frame] = []
         forward: Origin | None = None
@@ -287,19 +247,17 @@ class Origins:
                 operator = label.operator
             module = module or label.module
             phase = phase or label.phase
-            if label.frame is not None:
-                stack.append(label.frame)
+            stack += label.stack
             if forward is None and module is None and columns.runs_node[row]:
                 maker = self._makers.get(int(columns.sequences[row]))
-                forward = None if maker is None else self._around(maker)
+                forward = None if maker is None else self[maker]
             position = int(parents[position])
         if forward is not None:
             return Origin(operator, forward.module, phase, forward.stack or tuple(stack))
         return Origin(operator, module, phase, tuple(stack))
 
-    def _label(self, row: int) -> _Label:
-        columns = self._trace.columns
-        key = int(columns.names[row]), int(columns.kinds[row])
+    def _label(self, row: int) -> Origin:
+        key = int(self._columns.names[row]), int(self._columns.kinds[row])
         if key not in self._labels:
-            self._labels[key] = _label(columns.name_of[key[0]], key[1], self._trace.stage)
+            self._labels[key] = _label(self._columns.name_of[key[0]], key[1], self._stage)
         return self._labels[key]

@@ -12,14 +12,13 @@ from lightning_memprof.artifacts.series import FunctionRow
 from lightning_memprof.read.run.model import Rank
 
 FUNCTIONS: Final = "functions"
-# Fields of the rows by quantity: sizes at one time, peaks, and amounts over a call.
-SIZES: Final[Mapping[str, str]] = {
+# Fields of the rows by quantity: sizes at one time, and amounts over a call.
+SIZES: Final[dict[str, str]] = {
     "rss_bytes": "rss",
     "vms_bytes": "vms",
     "allocated_bytes": "allocated_bytes",
     "reserved_bytes": "reserved_bytes",
 }
-PEAKS: Final[Mapping[str, str]] = {"peak_allocated_bytes": "peak_allocated_bytes"}
 AMOUNTS: Final[Mapping[str, str]] = {"forward_rss_bytes": "rss_diff", "saved_bytes": "npp_diff"}
 
 
@@ -100,7 +99,7 @@ def _call(start: FunctionRow, end: FunctionRow | None) -> FunctionCall:
         thread=start.thread,
         raised=end.raised if end is not None else None,
         start=_named(start, SIZES),
-        end=None if end is None else _named(end, {**SIZES, **PEAKS}),
+        end=None if end is None else _named(end, SIZES | {"peak_allocated_bytes": "peak_allocated_bytes"}),
         amounts={} if end is None else _named(end, AMOUNTS),
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.account.estimate import Forecast, read_forecast
+from lightning_memprof.account.estimate import Estimate
 from lightning_memprof.account.memory.activations import (
     SAVED_TENSORS,
     Activations,
@@ -18,11 +18,12 @@ from lightning_memprof.account.memory.activations import (
     StepEnd,
     checkpointing,
     read_saved_steps,
-    within_forward,
 )
 from lightning_memprof.account.memory.functions import FUNCTIONS, FunctionReport, function_memory
 from lightning_memprof.account.memory.model import WindowAllocations
 from lightning_memprof.account.steps.statistics import typical_steps
+from lightning_memprof.artifacts.files import read_object
+from lightning_memprof.artifacts.naming import ESTIMATE
 from lightning_memprof.artifacts.series import PeakRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, Run
@@ -32,12 +33,7 @@ CATEGORIES: Final = ("parameter", "gradient", "optimizer_state", "activation", "
 LAST: Final = ("temporary", "other")
 # They track every operator of a step; if both recorded, the larger total is the peak.
 TRACKERS: Final = ("module_memory", "fsdp_memory")
-NOT_SEEN: Final = "only ModuleMemory and FSDPMemory measure it"
-NOT_COUNTED: Final = "not measured"
 NO_OPTIMIZER_STEP: Final = "no optimizer step before step {step}"
-MOMENT_TRACKED: Final = "peak of the step"
-MOMENT_HELD: Final = "end of the step"
-NO_BACKWARD: Final = "no backward was recorded"
 MOMENT_SAVED: Final = "saved activations at the start of backward, other categories at the end of the step"
 
 
@@ -105,13 +101,13 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a run by rank; ``lead`` is the lead rank's, ``notes`` name the files that were not read.
 
-    ``forecast`` is the estimate that was made for the run.
+    ``estimate`` was made for the run.
     """
 
     lead: RankMemory
     ranks: tuple[RankMemory, ...]
     notes: tuple[Note, ...]
-    forecast: Forecast | None = None
+    estimate: Estimate | None = None
 
 
 def memory_report(
@@ -142,11 +138,11 @@ def memory_report(
         ranks.append(_rank_memory(run, read, mine))
     lead = next(rank for rank in ranks if rank.rank == run.lead.rank)
     try:
-        forecast = read_forecast(run.directory)
+        estimate = read_object(run.directory / ESTIMATE, Estimate, "an estimate")
     except ArtifactError as error:
-        forecast = None
+        estimate = None
         notes.append(Note(run.lead.rank, "run", str(error)))
-    return MemoryReport(lead=lead, ranks=tuple(ranks), notes=tuple(notes), forecast=forecast)
+    return MemoryReport(lead=lead, ranks=tuple(ranks), notes=tuple(notes), estimate=estimate)
 
 
 def _last_windows(rank: Rank, max_bytes: int) -> Rank:
@@ -175,7 +171,6 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
     largest = max(saved.backwards, key=lambda backward: backward.total_bytes, default=None)
     activations = _activations(saved, largest) if largest is not None else None
     peak = _tracked_peak(rank) or _saved_peak(saved, rank.facts.device)
-    trade = checkpointing(activations, saved.backwards) if activations else ()
     reasons = {}
     if peak is None:
         reasons["peak"] = _why(run, rank, (*TRACKERS, SAVED_TENSORS))
@@ -193,7 +188,7 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
         peak=peak,
         activations=activations,
         steps=_steps(saved),
-        checkpointing=within_forward(trade, _forward_ns(rank)),
+        checkpointing=checkpointing(activations, saved.backwards, _forward_ns(rank)) if activations else (),
         functions=functions,
         allocations=allocations,
         reasons=reasons,
@@ -236,7 +231,8 @@ def _tracked_peak(rank: Rank) -> CategoryPeak | None:
                 if found is not None:
                     had = largest.get(found.device, found)
                     largest[found.device] = max(had, found, key=lambda peak: peak.total_bytes)
-    return _on_first_device(largest.values(), rank.facts.device)
+    ordered = sorted(largest.values(), key=lambda peak: (peak.device != rank.facts.device, -peak.total_bytes))
+    return replace(ordered[0], others=tuple(ordered[1:])) if ordered else None
 
 
 def _category_peak(row: PeakRow, source: str, window: int) -> CategoryPeak | None:
@@ -249,7 +245,7 @@ def _category_peak(row: PeakRow, source: str, window: int) -> CategoryPeak | Non
     categories, unknown = _complete(sizes, row.step)
     return CategoryPeak(
         source=source,
-        moment=MOMENT_TRACKED,
+        moment="peak of the step",
         window=window,
         step=row.step,
         device=row.device,
@@ -257,14 +253,6 @@ def _category_peak(row: PeakRow, source: str, window: int) -> CategoryPeak | Non
         categories=categories,
         unknown=unknown,
     )
-
-
-def _on_first_device(peaks: Iterable[CategoryPeak], device: str | None) -> CategoryPeak | None:
-    ordered = sorted(peaks, key=lambda peak: (peak.device != device, -peak.total_bytes))
-    if not ordered:
-        return None
-    first, *others = ordered
-    return replace(first, others=tuple(others))
 
 
 def _known(sizes: Mapping[str, int | None], global_step: int | None) -> dict[str, int]:
@@ -279,7 +267,7 @@ def _complete(sizes: Mapping[str, int], step: int) -> tuple[dict[str, int | None
     """Return all categories in order, uncommon ones last, and the reason by category that is None."""
     names = [*CATEGORIES, *(name for name in sizes if name not in CATEGORIES)]
     names.sort(key=lambda name: LAST.index(name) + 1 if name in LAST else 0)
-    unknown = {name: NOT_COUNTED for name in names if name not in sizes}
+    unknown = {name: "not measured" for name in names if name not in sizes}
     # Both are measured at once.
     if "optimizer_state" in unknown and "parameter" in sizes:
         unknown["optimizer_state"] = NO_OPTIMIZER_STEP.format(step=step)
@@ -291,21 +279,20 @@ def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
 
     If no backward was recorded, it has only the live bytes.
     """
-    sums: list[tuple[dict[str, int], Activations | StepEnd]] = []
-    for backward in saved.backwards:
-        end = saved.end_of(backward)
-        sums.append(({**_held(end), "activation": backward.total_bytes}, backward))
-    if not sums:
-        sums = [(_held(end), end) for end in saved.ends.values()]
+    sums: list[tuple[dict[str, int], Activations | StepEnd]] = [
+        ({**_held(saved.end_of(backward)), "activation": backward.total_bytes}, backward)
+        for backward in saved.backwards
+    ]
+    sums = sums or [(_held(end), end) for end in saved.ends.values()]
     if not sums:
         return None
     sizes, place = max(sums, key=lambda entry: sum(entry[0].values()))
     categories, unknown = _complete(sizes, place.step)
     if "temporary" in unknown:
-        unknown["temporary"] = NOT_SEEN
+        unknown["temporary"] = "only ModuleMemory and FSDPMemory measure it"
     if "activation" in unknown:
-        unknown["activation"] = (place.note if isinstance(place, StepEnd) else None) or NO_BACKWARD
-    moment = MOMENT_HELD if "activation" in unknown else MOMENT_SAVED
+        unknown["activation"] = (place.note if isinstance(place, StepEnd) else None) or "no backward was recorded"
+    moment = "end of the step" if "activation" in unknown else MOMENT_SAVED
     return CategoryPeak(
         source=SAVED_TENSORS,
         moment=moment,
@@ -324,7 +311,7 @@ def _held(end: StepEnd | None) -> dict[str, int]:
 
 def _activations(saved: SavedSteps, largest: Activations) -> Activations:
     """Return a backward with the parameters and gradients at the end of its step, the largest modules first."""
-    end = saved.end_of(largest) or saved.last_end
+    end = saved.end_of(largest) or next(reversed(saved.ends.values()), None)
     held = end.modules if end is not None else {}
     modules = [
         replace(module, parameter_bytes=held[module.name][0], gradient_bytes=held[module.name][1])

@@ -6,14 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from heapq import nlargest
-from math import inf
 from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.memory import UNATTRIBUTED, ByteLedger, ByteLine
-from lightning_memprof.account.memory.activations import checkpointing, read_saved_steps
+from lightning_memprof.account.memory.activations import checkpointing, paths_around, read_saved_steps
 from lightning_memprof.account.oom.causes import (
     HOST_REST,
     OTHER_TENSORS,
@@ -28,7 +27,7 @@ from lightning_memprof.account.oom.causes import (
     host_memory,
 )
 from lightning_memprof.account.snapshot.replay import Replay, replay
-from lightning_memprof.artifacts.manifest import OomForwards, OomRow, TrainingFacts
+from lightning_memprof.artifacts.manifest import OomForwards, OomHeld, OomRow, TrainingFacts
 from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, Run
@@ -57,13 +56,13 @@ PLACE: Final = (
 )
 OUTSIDE: Final = "outside module forwards"
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
-HELD: Final = (
-    ("parameter", "parameters"),
-    ("gradient", "gradients"),
-    ("optimizer_state", "optimizer state"),
-    ("buffer", "buffers"),
-    ("other", OTHER_TENSORS),
-)
+HELD: Final = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimizer_state": "optimizer state",
+    "buffer": "buffers",
+    "other_tensors": OTHER_TENSORS,
+}
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +78,8 @@ class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
     """One out-of-memory error with its cause and holders.
 
     ``place`` has step, global_step, epoch, phase, point, function, stage, window, thread, module and module_class
-    where known. A list of holders that is not available is empty, and its note has the reason. ``blocks`` saved the
-    most activations; ``training`` is the manifest's row.
+    where known. Holders that are not available are empty, and the note has the reason. ``blocks`` saved the most
+    activations; ``training`` is the manifest's row.
     """
 
     rank: int
@@ -103,7 +102,6 @@ class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
     by_stack: tuple[Holder, ...]
     by_stack_note: str | None
     by_module: tuple[Holder, ...]
-    by_module_note: str | None
     unavailable: Mapping[str, Any]
     blocks: tuple[str, ...]
     is_expandable: bool
@@ -198,7 +196,7 @@ def autopsy(
     cause, why = host_cause(facts, memory) if is_host else device_cause(facts, memory, snapshot, _largest(held))
     stacks = ModuleStacks(facts.forwards)
     by_stack, by_module = _sites(ring, stacks)
-    note = trouble or (None if by_stack else _no_stacks(facts, is_host=is_host))
+    no_stack = "the host allocator has no history" if is_host else facts.unavailable.get("snapshot") or NO_HISTORY
     frames = [Frame(*place) for place in facts.stack]
     user = user_frame(frames)
     place = {key: getattr(facts, key) for key in PLACE}
@@ -222,9 +220,8 @@ def autopsy(
         held=held,
         tensors=_tensors(facts),
         by_stack=tuple(by_stack[:TOP]),
-        by_stack_note=note,
+        by_stack_note=trouble or (None if by_stack else no_stack),
         by_module=tuple(by_module[:TOP]),
-        by_module_note=note,
         unavailable=facts.unavailable,
         blocks=blocks or stacks.blocks_around(place["module"]),
         is_expandable=snapshot is not None and snapshot.is_expandable,
@@ -243,12 +240,6 @@ def _replay(event: OomEvent, device: str, max_bytes: int | None) -> tuple[Replay
         return replay(read_snapshot(event.snapshot), int(index or 0)), None
     except (ArtifactError, ValueError) as error:
         return None, str(error)
-
-
-def _no_stacks(facts: OomRow, *, is_host: bool) -> str:
-    if is_host:
-        return "the host allocator has no history"
-    return facts.unavailable.get("snapshot") or NO_HISTORY
 
 
 def _sites(ring: Replay | None, stacks: ModuleStacks) -> tuple[list[Holder], list[Holder]]:
@@ -279,11 +270,16 @@ def _summed(holders: Iterable[Holder]) -> list[Holder]:
 def _held(facts: OomRow, memory: Memory, *, is_host: bool) -> tuple[Holder, ...]:
     if facts.held is None:
         return ()
-    found = [Holder(name=label, bytes=size) for key, label in HELD if (size := getattr(facts.held, f"{key}_bytes"))]
+    found = [Holder(name=HELD[category], bytes=size) for category, size in _held_bytes(facts.held).items() if size]
     rest = (memory.allocated_bytes or 0) - sum(holder.bytes for holder in found)
     if rest > 0:
         found.append(Holder(name=HOST_REST if is_host else UNHELD, bytes=rest))
     return tuple(found)
+
+
+def _held_bytes(held: OomHeld) -> dict[str, int]:
+    """Return the bytes of the categories in ``HELD``."""
+    return {name: getattr(held, f"{name.removesuffix('_tensors')}_bytes") or 0 for name in HELD}
 
 
 def _largest(held: tuple[Holder, ...]) -> str:
@@ -304,13 +300,7 @@ def owned_at_failure(ledger: ByteLedger, events: Iterable[OomEvent]) -> ByteLedg
     allocated = (failed[-1].statistics or {}).get("allocated_bytes.all.current") if failed else None
     if held is None or allocated is None:
         return ledger
-    sizes = {
-        "parameter": held.parameter_bytes or 0,
-        "gradient": held.gradient_bytes or 0,
-        "optimizer_state": held.optimizer_state_bytes or 0,
-        "buffer": held.buffer_bytes or 0,
-        "other_tensors": held.other_bytes or 0,
-    }
+    sizes = _held_bytes(held)
     recorded = sum(map(ledger.bytes, ("activation", "temporary", "input")))
     sizes["activation_and_temporary"] = allocated - sum(sizes.values()) - recorded
     rest, found = ledger.bytes(UNATTRIBUTED), []
@@ -404,18 +394,11 @@ class ModuleStacks:
 
         A module is usually called through all of its parents: the candidates are those with the fewest missing ones.
         """
-        missing = {path: self._missing(path, chain[:-1]) for path in self._paths[chain[-1]]}
-        least = min(missing.values(), default=inf)
-        return [path for path, count in missing.items() if count == least < inf]
-
-    def _missing(self, path: str, callers: tuple[int, ...]) -> float:
-        """Return how many parents of ``path`` are not among the callers; infinite where a caller is not a parent."""
-        parts = path.split(".") if path else []
-        above = [self._sources.get(".".join(parts[:length])) for length in range(len(parts))]
-        known = [source for source in above if source is not None]
-        rest = iter(known)
-        return (
-            len(known) - len(callers)
-            if all(any(candidate == caller for candidate in rest) for caller in callers)
-            else inf
-        )
+        found: dict[int, list[str]] = defaultdict(list)
+        for path in self._paths[chain[-1]]:
+            above = map(self._sources.get, paths_around(path))
+            parents = [source for source in above if source is not None]
+            rest = iter(parents)
+            if all(caller in rest for caller in chain[:-1]):
+                found[len(parents)].append(path)
+        return found[min(found)] if found else []

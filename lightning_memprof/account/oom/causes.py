@@ -70,9 +70,9 @@ class Memory(msgspec.Struct, frozen=True):
     free_bytes: int | None
     allocated_bytes: int | None
     reserved_bytes: int | None
-    unused_bytes: int | None
-    largest_free_bytes: int | None
-    other_bytes: int | None
+    unused_bytes: int | None = None
+    largest_free_bytes: int | None = None
+    other_bytes: int | None = None
     process_bytes: int | None = None
 
 
@@ -131,8 +131,6 @@ def host_memory(facts: OomRow) -> Memory:
         free_bytes=available,
         allocated_bytes=rss,
         reserved_bytes=host.vms_bytes,
-        unused_bytes=None,
-        largest_free_bytes=None,
         other_bytes=other,
     )
 

@@ -6,17 +6,16 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from lightning_memprof.account.ranks.summary import Arrivals, RankSummary
-    from lightning_memprof.read.trace.communication import Collective
+from lightning_memprof.account.ranks.lateness import Lateness
+from lightning_memprof.account.ranks.summary import Arrivals, arrivals_of
+from lightning_memprof.read.trace.communication import Collective
 
 # These end on every rank when the last one has come, so their ends tell what the clocks differ by.
 TOGETHER: Final = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"})
@@ -32,23 +31,19 @@ _FURTHEST: Final = 1 << 61
 Kind = tuple[str, str, "int | None"]
 Key = tuple[Kind, int]
 Keys = tuple[Key, ...]
-# The keys of a summary, in numbers: thousands of ranks have the same, and share one tuple of keys.
-Signature = tuple[tuple[Kind, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class RankTrack(msgspec.Struct, frozen=True):
-    """One rank's collectives of a window as columns: starts in ns after ``base_ns`` of its own clock."""
+    """One rank's collectives of a window, on its own clock, with a key for each."""
 
     rank: int
     host: str
+    arrivals: Arrivals
     keys: Keys
-    base_ns: int
-    start_ns: Sequence[int]
-    duration_ns: Sequence[int]
 
     def end_ns(self, at: int) -> int:
         """Return the end of one collective by this rank's clock."""
-        return self.base_ns + self.start_ns[at] + self.duration_ns[at]
+        return self.arrivals.base_ns + self.arrivals.start_ns[at] + self.arrivals.duration_ns[at]
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -84,16 +79,15 @@ class CollectiveWait(msgspec.Struct, frozen=True):
 class WindowWaits(msgspec.Struct):
     """The waiting of one window, in nanoseconds.
 
-    ``waited_ns`` is the total wait of the median rank, ``caused_ns`` its part by the rank that causes it, and
-    ``largest_ns`` the maximum of that within one step. ``own_wait_ns`` is the wait of each rank. ``clock_error_ns`` is
-    the median distance of the ends of one collective on the aligned clocks. ``last_ns`` is when the last rank came to
-    each collective, on the clock of the first track, and ``shifts`` by how many collectives tracks begin later.
+    ``late`` is the wait of the median rank in each of ``steps``, each moment once, by the rank that causes it.
+    ``own_wait_ns`` is the wait of each rank. ``clock_error_ns`` is the median distance of the ends of one collective on
+    the aligned clocks. ``last_ns`` is when the last rank came to each collective, on the clock of the first track, and
+    ``shifts`` by how many collectives tracks begin later.
     """
 
     meetings: list[Meeting] = msgspec.field(default_factory=list)
-    waited_ns: int = 0
-    caused_ns: Counter[int] = msgspec.field(default_factory=Counter)
-    largest_ns: dict[int, int] = msgspec.field(default_factory=dict)
+    steps: float = 1.0
+    late: list[Lateness] = msgspec.field(default_factory=list)
     own_wait_ns: Counter[int] = msgspec.field(default_factory=Counter)
     clock_offsets_ns: dict[str, int] = msgspec.field(default_factory=dict)
     clock_error_ns: int = 0
@@ -111,8 +105,9 @@ class WindowWaits(msgspec.Struct):
             return {}
         offset, shift = self.clock_offsets_ns.get(track.host, 0), self.shifts.get(track.rank, 0)
         found = {}
-        for (kind, number), begin, ns in zip(track.keys, track.start_ns, track.duration_ns, strict=True):
-            start = track.base_ns + begin
+        arrivals = track.arrivals
+        for (kind, number), begin, ns in zip(track.keys, arrivals.start_ns, arrivals.duration_ns, strict=True):
+            start = arrivals.base_ns + begin
             if (last := self.last_ns.get((kind, number + shift))) is not None:
                 found[start] = max(0, min(last + offset - start, ns))
         return found
@@ -134,32 +129,16 @@ class WindowWaits(msgspec.Struct):
         return sorted(waits, key=lambda wait: wait.wait_ns * wait.count, reverse=True)
 
 
-def track(summary: RankSummary, shared: dict[Signature, Keys]) -> RankTrack | None:
-    """Return a summary's collectives, or None where it has none."""
-    arrivals: Arrivals = summary.arrivals
-    if not arrivals.kind:
-        return None
-    signature = (tuple(arrivals.kinds), tuple(arrivals.kind), tuple(arrivals.sequence))
-    keys = shared.get(signature)
-    if keys is None:
-        keys = tuple((arrivals.kinds[kind], number) for kind, number in zip(*signature[1:], strict=True))
-        shared[signature] = keys
-    return RankTrack(
-        summary.rank, summary.host, keys, arrivals.base_ns, arrivals.start_ns, arrivals.duration_ns
-    )  # fmt: skip
+def track(rank: int, host: str, arrivals: Arrivals, shared: dict[Keys, Keys]) -> RankTrack:
+    """Return a rank's collectives, one at least; thousands of ranks share one tuple of keys."""
+    numbers = zip(arrivals.kind, arrivals.sequence, strict=True)
+    keys = tuple((arrivals.kinds[kind], number) for kind, number in numbers)
+    return RankTrack(rank, host, arrivals, shared.setdefault(keys, keys))
 
 
 def trace_track(rank: int, found: Sequence[Collective]) -> RankTrack:
     """Return a trace's collectives, one at least; each is a host of its own, for traces need not share a clock."""
-    base = found[0].start_ns
-    return RankTrack(
-        rank=rank,
-        host=str(rank),
-        keys=tuple((collective.kind, collective.sequence) for collective in found),
-        base_ns=base,
-        start_ns=[collective.start_ns - base for collective in found],
-        duration_ns=[collective.duration_ns for collective in found],
-    )
+    return track(rank, str(rank), arrivals_of(found), {})
 
 
 def window_waits(tracks: Sequence[RankTrack], steps: float = 1.0) -> WindowWaits:
@@ -169,122 +148,77 @@ def window_waits(tracks: Sequence[RankTrack], steps: float = 1.0) -> WindowWaits
     some collectives later than the others is shifted to where the ends agree. ``steps`` is how many the collectives
     are of.
     """
-    waits = WindowWaits()
+    waits = WindowWaits(steps=steps)
     if len(tracks) < 2:
         return waits
-    lead = _Lead(tracks[0])
+    lead = tracks[0]
+    ends = {key: lead.end_ns(at) for at, key in enumerate(lead.keys) if key[0][0] in TOGETHER}
     differences: dict[str, list[int]] = defaultdict(list)
     errors: list[int] = []
-    placed = [lead.track]
-    alike = _alike(tracks[1:], lead)
+    placed = [lead]
     for track in tracks[1:]:
-        agreed = alike.get(track.rank)
-        if agreed is None or agreed.spread_ns > _SAME_NS:
-            agreed = _agreement(track, lead)
-        if shift := agreed.shift:
+        shift, found = _agreement(track, ends)
+        if shift:
             waits.shifts[track.rank] = shift
-        placed.append(
-            replace(track, keys=tuple((kind, number + shift) for kind, number in track.keys)) if shift else track
-        )
-        if agreed.middle_ns is not None:
-            differences[track.host].append(agreed.middle_ns)
-            errors.append(agreed.spread_ns)
+        keys = tuple((kind, number + shift) for kind, number in track.keys) if shift else track.keys
+        placed.append(replace(track, keys=keys))
+        if found:
+            differences[track.host].append(statistics.median_low(found))
+            errors.append(_spread(found))
     waits.clock_offsets_ns = {
-        host: 0 if host == lead.track.host else statistics.median_low(found) for host, found in differences.items()
+        host: 0 if host == lead.host else statistics.median_low(found) for host, found in differences.items()
     }
     waits.clock_error_ns = statistics.median_low(errors) if errors else 0
     _meet(waits, placed)
-    _share(waits, steps)
+    waits.late = _lateness(waits.meetings, steps)
     return waits
 
 
-class _Lead:
-    """The rank whose clock is taken: the ends of its collectives, and of those that end together the first."""
-
-    def __init__(self, track: RankTrack) -> None:
-        self.track = track
-        self.ends = {key: track.end_ns(at) for at, key in enumerate(track.keys)}
-        together = (at for at, (kind, _) in enumerate(track.keys) if kind[0] in TOGETHER)
-        self.first = list(islice(together, _ENDS))
-
-
-class _Agreement(NamedTuple):
-    """By how many collectives a track begins later than the lead's, and how its clock then differs from the lead's.
-
-    ``middle_ns`` is None where they have none in common that tells it.
-    """
-
-    shift: int
-    middle_ns: int | None
-    spread_ns: int
-    common: int
-
-
-def _alike(tracks: Sequence[RankTrack], lead: _Lead) -> dict[int, _Agreement]:
-    """Return by rank how tracks with the lead's own keys agree with it, unshifted: thousands of them in one go."""
-    same = [track for track in tracks if track.keys is lead.track.keys]
-    if not same or not lead.first:
-        return {}
-    first, others, base = lead.first, len(lead.first), lead.track.base_ns
-    ends = np.array([[track.start_ns[at] + track.duration_ns[at] for at in first] for track in (lead.track, *same)])
-    found = ends[1:] - ends[0] + np.array([[track.base_ns - base] for track in same])
-    middle = np.sort(found, axis=1)[:, (others - 1) // 2]
-    spread = np.sort(np.abs(found - middle[:, None]), axis=1)[:, (others - 1) // 2]
-    both = zip(same, middle.tolist(), spread.tolist(), strict=True)
-    return {track.rank: _Agreement(0, middle_ns, spread_ns, others) for track, middle_ns, spread_ns in both}
-
-
-def _agreement(track: RankTrack, lead: _Lead) -> _Agreement:
-    best = _differences(track, lead.ends, 0)
-    if best.spread_ns > _SAME_NS:
-        for shift in _SHIFTS:
-            found = _differences(track, lead.ends, shift)
+def _agreement(track: RankTrack, ends: Mapping[Key, int]) -> tuple[int, list[int]]:
+    """Return by how many collectives a track begins later than the first one, and then its ends after that one's."""
+    shift, best = 0, _differences(track, ends, 0)
+    if _spread(best) > _SAME_NS:
+        for later in _SHIFTS:
+            found = _differences(track, ends, later)
             # With few left, anything agrees.
-            if 2 * found.common >= best.common and found.common > 2 and 4 * found.spread_ns < best.spread_ns:
-                best = found
-    return best
+            if 2 * len(found) >= len(best) and len(found) > 2 and 4 * _spread(found) < _spread(best):
+                shift, best = later, found
+    return shift, best
 
 
-def _differences(track: RankTrack, ends: Mapping[Key, int], shift: int) -> _Agreement:
+def _differences(track: RankTrack, ends: Mapping[Key, int], shift: int) -> list[int]:
     every = (
         track.end_ns(at) - other
         for at, (kind, number) in enumerate(track.keys)
-        if kind[0] in TOGETHER and (other := ends.get((kind, number + shift))) is not None
+        if (other := ends.get((kind, number + shift))) is not None
     )
-    found = sorted(islice(every, _ENDS))
-    if not found:
-        return _Agreement(shift, None, 0, 0)
-    half = (len(found) - 1) // 2
-    middle = found[half]
-    return _Agreement(shift, middle, sorted(abs(ns - middle) for ns in found)[half], len(found))
+    return list(islice(every, _ENDS))
+
+
+def _spread(differences: Sequence[int]) -> int:
+    """Return the median distance from the median, 0 without any."""
+    middle = statistics.median_low(differences or [0])
+    return statistics.median_low([abs(ns - middle) for ns in differences or [0]])
 
 
 class _Group(msgspec.Struct):
     """Ranks that have the same collectives.
 
     ``came_ns`` has a row for each rank and a column for each collective; ``waited_ns`` is by rank, ``until_ns`` the end
-    of their last wait. ``waits`` are those of each collective with their cause, where the ranks meet in several process
-    groups, and ``met`` their count, with ``waited_ns``, after the last collective of each.
+    of their last wait. ``waits`` are those of each collective with their cause, and ``met`` their count after the last
+    collective of each process group.
     """
 
     ranks: list[int]
     came_ns: NDArray[np.int64]
     waited_ns: NDArray[np.int64]
     until_ns: int = _BEFORE
-    waits: list[tuple[NDArray[np.int64], int]] | None = None
-    met: dict[str, tuple[int, NDArray[np.int64]]] = msgspec.field(default_factory=dict)
+    waits: list[tuple[NDArray[np.int64], int]] = msgspec.field(default_factory=list)
+    met: dict[str, int] = msgspec.field(default_factory=dict)
 
     def since(self, name: str) -> list[tuple[NDArray[np.int64], int]]:
         """Return the waits since the last collective of a process group."""
-        if self.waits is None:
-            return []
-        return self.waits[self.met[name][0] :] if name in self.met else self.waits
-
-    def waited_since(self, name: str) -> NDArray[np.int64]:
-        """Return the sum of these waits, by rank."""
-        if self.waits is None:
-            return np.zeros_like(self.waited_ns)
-        return self.waited_ns - self.met[name][1] if name in self.met else self.waited_ns
+        return self.waits[self.met.get(name, 0) :]
 
 
 def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
@@ -293,23 +227,17 @@ def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
     for track in tracks:
         alike[track.keys].append(track)
     groups: list[_Group] = []
-    zero = tracks[0].base_ns
+    zero = tracks[0].arrivals.base_ns
     came: dict[Key, list[tuple[_Group, int]]] = defaultdict(list)
     last_ns: dict[Key, int] = {}
     for keys, members in alike.items():
         later = [
-            max(-_FURTHEST, min(_FURTHEST, member.base_ns - zero - waits.clock_offsets_ns.get(member.host, 0)))
+            max(-_FURTHEST, min(_FURTHEST, member.arrivals.base_ns - zero - waits.clock_offsets_ns.get(member.host, 0)))
             for member in members
         ]
-        times = (
-            np.array([member.start_ns for member in members], dtype=np.int64) + np.array(later, dtype=np.int64)[:, None]
-        )
-        group = _Group(
-            [member.rank for member in members],
-            np.asfortranarray(times),
-            np.zeros(len(members), dtype=np.int64),
-            waits=[] if len({name for (_, name, _), _ in keys}) > 1 else None,
-        )
+        starts = np.array([member.arrivals.start_ns for member in members], np.int64)
+        times = np.asfortranarray(starts + np.array(later, np.int64)[:, None])
+        group = _Group([member.rank for member in members], times, np.zeros(len(members), np.int64))
         groups.append(group)
         for at, (key, last) in enumerate(zip(keys, times.max(axis=0).tolist(), strict=True)):
             came[key].append((group, at))
@@ -343,10 +271,8 @@ def _wait(kind: Kind, parts: list[tuple[_Group, int]], last: int) -> Meeting | N
             until_last = np.minimum(waited, most)
             group.waited_ns += until_last
             group.until_ns = last
-            if group.waits is not None:
-                group.waits.append((until_last, cause))
-        if group.waits is not None:
-            group.met[kind[1]] = len(group.waits), group.waited_ns.copy()
+            group.waits.append((until_last, cause))
+        group.met[kind[1]] = len(group.waits)
     return Meeting(kind, len(everyone), last - middle, last, last_of.ranks[place], cause)
 
 
@@ -361,34 +287,27 @@ def _cause(name: str, groups: Sequence[_Group], last_of: _Group, place: int, mid
         own[cause] += int(waited[place])
     if not own:
         return last_of.ranks[place]
-    longer = own.total() - int(np.median(np.concatenate([group.waited_since(name) for group in groups])))
+    waited_ns = [sum((waited for waited, _ in group.since(name)), 0 * group.waited_ns) for group in groups]
+    longer = own.total() - int(np.median(np.concatenate(waited_ns)))
     return own.most_common(1)[0][0] if 2 * longer >= middle > 0 else last_of.ranks[place]
 
 
-def _share(waits: WindowWaits, steps: float) -> None:
-    """Assign the wait of the median rank, each moment once, to the rank that causes it."""
-    until = 0
-    parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for collective in sorted(waits.meetings, key=lambda meeting: meeting.middle_ns):
-        begin = max(collective.middle_ns, until)
-        if collective.last_ns > begin:
-            waits.waited_ns += collective.last_ns - begin
-            waits.caused_ns[collective.cause] += collective.last_ns - begin
-            parts[collective.cause].append((begin, collective.last_ns - begin))
-            until = collective.last_ns
-    if waits.meetings:
-        times = [collective.middle_ns for collective in waits.meetings]
-        step_ns = (max(until, *times) - min(times)) / max(steps, 1)
-        waits.largest_ns = {rank: _most_within(found, step_ns) for rank, found in parts.items()}
+def _lateness(meetings: Sequence[Meeting], steps: float) -> list[Lateness]:
+    """Return the wait of the median rank in each step, each moment once, by the rank that causes it.
 
-
-def _most_within(parts: Sequence[tuple[int, int]], span_ns: float) -> int:
-    """Return the largest sum of the parts that begin within one span."""
-    first, total, most = 0, 0, 0
-    for begin, ns in parts:
-        total += ns
-        while begin - parts[first][0] > span_ns:
-            total -= parts[first][1]
-            first += 1
-        most = max(most, total)
-    return most
+    Steps are equal parts of the time from the first collective to the last: the first step begins where a rank comes to
+    its first one.
+    """
+    if not meetings:
+        return []
+    ordered = sorted(meetings, key=lambda meeting: meeting.middle_ns)
+    zero, until = ordered[0].middle_ns, 0
+    waits: list[tuple[int, int, int]] = []
+    for meeting in ordered:
+        begin = max(meeting.middle_ns, until)
+        if meeting.last_ns > begin:
+            waits.append((begin, meeting.cause, meeting.last_ns - begin))
+            until = meeting.last_ns
+    count = max(round(steps), 1)
+    step_ns = (max(until, ordered[-1].middle_ns) - zero) / count
+    return [Lateness(min(int((begin - zero) / step_ns), count - 1), cause, ns) for begin, cause, ns in waits]

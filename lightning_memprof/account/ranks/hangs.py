@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from lightning_memprof.artifacts.series import CollectiveRow, HangRow
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from lightning_memprof.read.run.model import Rank
-
+from lightning_memprof.read.run.model import Rank
 
 COLLECTIVE: Final = "torch.distributed."
 # Ranks may pass tensors of different sizes to the others.
 SAME_TENSORS: Final = ("all_reduce", "broadcast", "reduce", "all_gather_base", "reduce_scatter_base", "barrier")
-
-Call = tuple[str, str]
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +118,7 @@ def last_calls(ranks: Iterable[Rank]) -> dict[int, CollectiveRow]:
     return found
 
 
-def call(row: CollectiveRow) -> Call:
+def call(row: CollectiveRow) -> tuple[str, str]:
     """Return the name of a collective, and the tensors that all ranks must pass to it."""
     operation = (row.operation or "?").strip("_")
     return operation.removesuffix("_base"), (row.tensors or "") if operation in SAME_TENSORS else ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -13,43 +12,38 @@ import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.account.parts import Part
-from lightning_memprof.account.ranks.arrivals import (
-    CollectiveWait,
-    Keys,
-    Meeting,
-    RankTrack,
-    Signature,
-    WindowWaits,
-    track,
-    window_waits,
-)
+from lightning_memprof.account.ranks.arrivals import CollectiveWait, Keys, RankTrack, WindowWaits, track, window_waits
 from lightning_memprof.account.ranks.lateness import (
-    MAIN_SHARE,
+    FEW_STEPS,
     MIN_WAIT_NS,
     MIN_WAIT_SHARE,
-    Excess,
+    Lateness,
+    LateRank,
     PulseLateness,
-    beyond_others,
+    late_rank,
     pulse_lateness,
     share_cores,
 )
 from lightning_memprof.account.ranks.summary import Arrivals, Figures, RankSummary, read_summary
+from lightning_memprof.account.steps.events import action_name, usual_action_ns
 from lightning_memprof.account.steps.statistics import PulseStatistics, peak_rss_bytes
 from lightning_memprof.artifacts.naming import parse_summary_path
+from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.locate import names_in
 from lightning_memprof.read.run.model import Rank, Run
 from lightning_memprof.read.run.problems import Problem
 
-# With fewer steps, most are first steps, which differ for other reasons.
-FEW_STEPS: Final = 5
 # On shared cores, which rank is last in so few steps is chance.
 COIN_FLIP: Final = 3
-# A phase that explains this part of the lateness is its cause.
+# A phase that explains this part of the lateness is its cause; GC pauses are in whichever phase.
 EXPLAINS_SHARE: Final = 0.3
+PAUSES_EXPLAIN: Final = 0.5
 # The phases of Lightning in which a rank does not wait for others; forward and backward hold collectives.
 _OWN: Final = (Part.DATA_WAIT, Part.CALLBACK, Part.OPTIMIZER, Part.UNTRACKED)
 _ALONE: Final = (Part.DATA_WAIT, Part.CALLBACK)
+# A part, the time of the late rank per step, and the median of the others.
+_Excess = tuple[Part, int, int]
 
 
 class RankTimes(msgspec.Struct, frozen=True):
@@ -72,9 +66,9 @@ class RankTimes(msgspec.Struct, frozen=True):
     rss_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
 
-    def spent_ns(self, part: Part, unknown: int = 0) -> int:
-        """Return the time of the phase that a part has, ``unknown`` where it was not measured."""
-        return self.phases_ns.get(part.phase or "", unknown)
+    def spent_ns(self, part: Part) -> int | None:
+        """Return the time of computing, or of the phase that a part has."""
+        return self.compute_ns if part == Part.COMPUTE else self.phases_ns.get(part.phase or "", 0)
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -90,15 +84,14 @@ class Spread(msgspec.Struct, frozen=True):
 class Waiting(msgspec.Struct, frozen=True):
     """Waiting in collectives, in ns per recorded step: the wait of the median rank, and its part by each last rank.
 
-    ``collectives`` were matched over the ranks, ``steps`` recorded. ``largest_ns`` is the maximum within one step.
-    ``clock_error_ns`` is the uncertainty of the hosts' clocks after alignment on the ends of the collectives.
+    ``collectives`` were matched over the ranks, ``steps`` recorded. ``clock_error_ns`` is the uncertainty of the hosts'
+    clocks after alignment on the ends of the collectives.
     """
 
     collectives: int
     steps: int
     waited_ns: int
     caused_ns: Mapping[int, int]
-    largest_ns: Mapping[int, int]
     last: Mapping[int, int]
     kinds: tuple[CollectiveWait, ...]
     clock_offsets_ns: Mapping[str, int]
@@ -136,7 +129,6 @@ class RankReport(msgspec.Struct, frozen=True):
 
     ranks: tuple[RankTimes, ...]
     world_size: int
-    summaries: int
     spreads: Mapping[str, Spread]
     waiting: Waiting | None
     straggler: Straggler | None
@@ -162,14 +154,13 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
         # Ranks are compared over the same steps only.
         pulses = {rank: pulse for rank, pulse in pulses.items() if rank not in gathered.latest}
     ranks = tuple(times for rank in run.ranks if (times := _times(rank, pulses.get(rank.rank), gathered)) is not None)
-    waiting, pulse = gathered.waiting(), pulse_lateness(run.ranks)
+    pulse = pulse_lateness(run.ranks)
     return RankReport(
         ranks=ranks,
         world_size=max((row.world_size for row in gathered.latest.values()), default=len(run.ranks)),
-        summaries=gathered.count,
         spreads=_spreads(ranks),
-        waiting=waiting,
-        straggler=_straggler(ranks, waiting, pulse, on_cores=share_cores(run.ranks)),
+        waiting=gathered.waiting(),
+        straggler=_straggler(ranks, run.ranks, gathered, pulse),
         problems=tuple(gathered.problems),
         waits_ns=pulse.waits_ns if pulse is not None else {},
         lead_waits_ns=gathered.lead_waits_ns,
@@ -182,13 +173,10 @@ class _Gathered(msgspec.Struct):
     lead: int
     lead_waits_ns: dict[int, int] = msgspec.field(default_factory=dict)
     latest: dict[int, RankSummary] = msgspec.field(default_factory=dict)
-    peaks: dict[int, dict[str, int]] = msgspec.field(default_factory=lambda: defaultdict(dict))
+    peaks: dict[int, Counter[str]] = msgspec.field(default_factory=lambda: defaultdict(Counter))
     windows: list[WindowWaits] = msgspec.field(default_factory=list)
-    steps: list[float] = msgspec.field(default_factory=list)
-    """Of each of the windows the steps that its collectives are of."""
-    count: int = 0
     problems: list[Problem] = msgspec.field(default_factory=list)
-    shared: dict[Signature, Keys] = msgspec.field(default_factory=dict)
+    shared: dict[Keys, Keys] = msgspec.field(default_factory=dict)
 
     def add(self, files: list[tuple[int, str]]) -> None:
         """Read the summaries of one window."""
@@ -200,52 +188,66 @@ class _Gathered(msgspec.Struct):
             except ArtifactError as error:
                 self.problems.append(Problem(path.rpartition("/")[2], str(error), rank))
                 continue
-            self.count += 1
-            peaks = self.peaks[rank]
-            for name, value in summary.memory.items():
-                peaks[name] = max(value, peaks.get(name, 0))
-            if found := track(summary, self.shared):
-                tracks.append(found)
-                arrivals = summary.arrivals
+            self.peaks[rank] |= Counter(summary.memory)
+            arrivals = summary.arrivals
+            if arrivals.kind:
+                tracks.append(track(summary.rank, summary.host, arrivals, self.shared))
                 steps = max(steps, len(summary.steps) * len(arrivals.kind) / max(arrivals.count, 1))
             # Of thousands of ranks the collectives would take most of the memory.
-            self.latest[rank] = msgspec.structs.replace(summary, rank=rank, arrivals=Arrivals())
+            self.latest[rank] = replace(summary, rank=rank, arrivals=Arrivals())
         if len(tracks) > 1:
             waits = window_waits(tracks, steps)
             for each in tracks:
                 self.lead_waits_ns |= waits.of(each) if each.rank == self.lead else {}
             self.windows.append(waits)
-            self.steps.append(steps)
+
+    @property
+    def steps(self) -> float:
+        """The recorded steps that the collectives are of."""
+        return sum(window.steps for window in self.windows)
+
+    @property
+    def clock_error_ns(self) -> int:
+        """The largest uncertainty of the clocks in a window."""
+        return max((window.clock_error_ns for window in self.windows), default=0)
+
+    @property
+    def lateness(self) -> list[Lateness]:
+        """The rows of all windows, whose steps follow each other."""
+        rows: list[Lateness] = []
+        first = 0
+        for window in self.windows:
+            rows += [row._replace(step=first + row.step) for row in window.late]
+            first += max(round(window.steps), 1)
+        return rows
+
+    def late(self, least_ns: float, fewest: int) -> LateRank | None:
+        """Return the rank for which the others wait in ``fewest`` recorded steps or more."""
+        is_chance = round(self.steps) < fewest
+        return None if is_chance else late_rank(self.lateness, self.steps, max(least_ns, self.clock_error_ns))
 
     def waiting(self) -> Waiting | None:
         """Return the waiting of all windows per step; None where no two ranks have the same collective."""
-        meetings: list[Meeting] = [meeting for window in self.windows for meeting in window.meetings]
-        total = sum(self.steps)
-        if not meetings or not total:
+        meetings = [meeting for window in self.windows for meeting in window.meetings]
+        if not meetings or not self.steps:
             return None
-        caused: Counter[int] = Counter()
-        largest: Counter[int] = Counter()
-        offsets: dict[str, int] = {}
-        for window in self.windows:
-            caused.update(window.caused_ns)
-            largest |= Counter(window.largest_ns)
-            offsets.update(window.clock_offsets_ns)
+        caused: dict[int, float] = defaultdict(float)
+        for row in self.lateness:
+            caused[row.rank] += row.ns
         return Waiting(
             collectives=len(meetings),
-            steps=round(total),
-            waited_ns=round(sum(window.waited_ns for window in self.windows) / total),
-            caused_ns={rank: round(ns / total) for rank, ns in caused.most_common()},
-            largest_ns=dict(largest.most_common()),
+            steps=round(self.steps),
+            waited_ns=round(sum(caused.values()) / self.steps),
+            caused_ns={rank: round(ns / self.steps) for rank, ns in sorted(caused.items(), key=lambda row: -row[1])},
             last=dict(Counter(meeting.last_rank for meeting in meetings).most_common()),
             kinds=tuple(WindowWaits(meetings).by_kind()),
-            clock_offsets_ns=offsets,
-            clock_error_ns=max(window.clock_error_ns for window in self.windows),
+            clock_offsets_ns={host: ns for window in self.windows for host, ns in window.clock_offsets_ns.items()},
+            clock_error_ns=self.clock_error_ns,
         )
 
     def own_wait_ns(self, rank: int) -> int | None:
         """Return how long a rank waits for others in a recorded step; None where it recorded no collective."""
-        both = zip(self.windows, self.steps, strict=True)
-        found = [(window.own_wait_ns[rank], steps) for window, steps in both if rank in window.own_wait_ns]
+        found = [(window.own_wait_ns[rank], window.steps) for window in self.windows if rank in window.own_wait_ns]
         steps = sum(steps_of_window for _, steps_of_window in found)
         return round(sum(ns for ns, _ in found) / steps) if steps else None
 
@@ -275,7 +277,7 @@ def _times(rank: Rank, pulse: PulseStatistics | None, gathered: _Gathered) -> Ra
         return None
     wait = gathered.own_wait_ns(rank.rank)
     recorded = summary.recorded.phases_ns if summary and summary.recorded else None
-    peaks = gathered.peaks.get(rank.rank, {})
+    peaks = gathered.peaks[rank.rank]
     device = max((ns for row in rank.pulse if (ns := row["device_peak_bytes"]) is not None), default=0)
     return RankTimes(
         rank=rank.rank,
@@ -291,125 +293,118 @@ def _times(rank: Rank, pulse: PulseStatistics | None, gathered: _Gathered) -> Ra
             if recorded is not None and wait is not None
             else None
         ),
-        rss_peak_bytes=max(peak_rss_bytes(rank) or 0, peaks.get("peak_rss_bytes", 0)) or None,
-        device_peak_bytes=max(device, peaks.get("allocated_bytes.all.peak", 0)) or None,
+        rss_peak_bytes=max(peak_rss_bytes(rank) or 0, peaks["peak_rss_bytes"]) or None,
+        device_peak_bytes=max(device, peaks["allocated_bytes.all.peak"]) or None,
     )
 
 
 def _spreads(ranks: tuple[RankTimes, ...]) -> dict[str, Spread]:
-    quantities: dict[str, Callable[[RankTimes], int | None]] = {
-        "step_ns": lambda rank: rank.step_ns,
-        **{phase: lambda rank, phase=phase: rank.phases_ns.get(phase) for phase in _phases(ranks)},  # type: ignore[misc]
-        "wait_ns": lambda rank: rank.wait_ns,
-        "compute_ns": lambda rank: rank.compute_ns,
-        "rss_peak_bytes": lambda rank: rank.rss_peak_bytes,
-        "device_peak_bytes": lambda rank: rank.device_peak_bytes,
-    }
+    phases = dict.fromkeys(phase for rank in ranks for phase in rank.phases_ns)
     spreads = {}
-    for name, quantity in quantities.items():
-        values = sorted((value, rank.rank) for rank in ranks if (value := quantity(rank)) is not None)
+    for name in ("step_ns", *phases, "wait_ns", "compute_ns", "rss_peak_bytes", "device_peak_bytes"):
+        found = ((rank.phases_ns.get(name) if name in phases else getattr(rank, name), rank.rank) for rank in ranks)
+        values = sorted((value, rank) for value, rank in found if value is not None)
         if len(values) > 1:
             median = statistics.median_low([value for value, _ in values])
             spreads[name] = Spread(*values[0], median, *values[-1])
     return spreads
 
 
-def _phases(ranks: tuple[RankTimes, ...]) -> list[str]:
-    return list(dict.fromkeys(phase for rank in ranks for phase in rank.phases_ns))
-
-
 def _straggler(
-    ranks: tuple[RankTimes, ...], waiting: Waiting | None, pulse: PulseLateness | None, *, on_cores: bool
+    ranks: Sequence[RankTimes], files: Sequence[Rank], gathered: _Gathered, pulse: PulseLateness | None
 ) -> Straggler | None:
-    """Return the late rank of the whole pulse; else that of recorded collectives, if the pulse cannot know it."""
+    """Return the rank that is late in the steps of the pulse, else in recorded collectives; without any, in its phases.
+
+    The phases outside the passes, and forward, are those of every step: where the pulse has no late rank, few recorded
+    steps do not refute it.
+    """
     if len(ranks) < 2:
         return None
-    by_rank = {rank.rank: rank for rank in ranks}
-    if pulse is not None and pulse.late is not None and (mine := by_rank.get(pulse.late.rank)) is not None:
-        late, excess = pulse.late, pulse.late.excess
-        if excess.cause in _OWN:  # the figures of the page's table
-            own, rest = mine.spent_ns(excess.cause, excess.own_ns), [rank for rank in ranks if rank is not mine]
-            excess = replace(excess, own_ns=own, others_ns=_median(rest, excess.cause))
-        return replace(_found(mine, excess, late.caused_ns, None), caused_share=late.share, pulse_steps=pulse.steps)
-    found = _of_windows(ranks, by_rank, waiting)
-    if found is None or pulse is None:
-        return found
-    # The phases outside the passes, and forward, are those of every step: few recorded ones do not refute them.
-    in_passes = found.cause in {None, Part.COMPUTE} and found.caused_ns is not None
-    return found if in_passes and not (on_cores and waiting is not None and waiting.steps < COIN_FLIP) else None
-
-
-def _of_windows(
-    ranks: tuple[RankTimes, ...], by_rank: Mapping[int, RankTimes], waiting: Waiting | None
-) -> Straggler | None:
-    # If only some ranks record collectives, one of the others may be the last in each.
-    unseen = [rank for rank in ranks if rank.wait_ns is None and rank.steps >= FEW_STEPS]
-    if waiting is None:
-        return _without_collectives(unseen, ranks)
-    (rank, caused), (_, next_ns), *_ = (*waiting.caused_ns.items(), (-1, 0), (-1, 0))
-    mine = by_rank.get(rank)
-    # Equal ranks take turns, and one hiccup in a few steps is chance: both are subtracted first.
-    steady = caused - waiting.largest_ns.get(rank, 0) / max(waiting.steps, 1) - next_ns
-    threshold_ns = max(MIN_WAIT_NS, waiting.clock_error_ns, MIN_WAIT_SHARE * mine.step_ns if mine else 0)
-    if mine is None or caused < MAIN_SHARE * waiting.waited_ns or steady < threshold_ns:
-        return _without_collectives(unseen, ranks)
-    cause = _cause(mine, [rank for rank in ranks if rank is not mine], EXPLAINS_SHARE * caused)
-    return _found(mine, cause, caused, waiting)
-
-
-def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]) -> Straggler | None:
-    """Return the straggler by the phases in which no rank waits for another; only where one rank stands out."""
-    found: list[tuple[int, RankTimes, Excess]] = []
-    medians = {part: _median(ranks, part) for part in _ALONE}
-    # Each is compared with all others, which takes long for thousands: two that stand out are enough.
-    excesses = [(max(rank.spent_ns(part) - medians[part] for part in _ALONE), rank) for rank in unseen]
-    for _, rank in heapq.nlargest(4, excesses, lambda entry: entry[0]):
-        others = [other for other in ranks if other is not rank]
-        threshold_ns = max(MIN_WAIT_NS, round(MIN_WAIT_SHARE * rank.step_ns))
-        cause = _cause(rank, others, threshold_ns, parts=_ALONE)
-        if cause is not None:
-            found.append((cause.ns, rank, cause))
-    if not found:
+    if pulse is not None and pulse.late is not None:
+        # A rank that is late in forward computes longer.
+        cause = _pauses(files, pulse.late) or _longest(ranks, pulse.late, 0, *_OWN, Part.FORWARD)
+        return _found(ranks, files, pulse.late, cause, pulse_steps=pulse.steps)
+    least_ns = max(MIN_WAIT_NS, MIN_WAIT_SHARE * statistics.median(rank.step_ns for rank in ranks))
+    late = gathered.late(least_ns, COIN_FLIP if pulse is not None and share_cores(files) else 2)
+    if late is not None and late.rank in {rank.rank for rank in ranks}:
+        explains_ns = EXPLAINS_SHARE * late.caused_ns
+        # Computing is the rest of forward and backward: it grows where ranks share the cores of a machine.
+        cause = _longest(ranks, late, explains_ns, *_OWN) or _longest(ranks, late, explains_ns, Part.COMPUTE)
+        is_refuted = pulse is not None and cause is not None and cause[0] != Part.COMPUTE
+        return None if is_refuted else _found(ranks, files, late, cause)
+    late = _late_in_phases(ranks, least_ns) if pulse is None else None
+    if late is None:
         return None
-    excess, rank, cause = max(found, key=lambda entry: entry[0])
-    second = sorted(entry[0] for entry in found)[-2:-1]
-    return None if second and second[0] > excess * MAIN_SHARE else _found(rank, cause, None, None)
+    found = _found(ranks, files, late, _longest(ranks, late, least_ns, *_ALONE))
+    return replace(found, caused_ns=None, caused_share=0.0)
 
 
-def _cause(
-    mine: RankTimes, others: list[RankTimes], threshold_ns: float, parts: tuple[Part, ...] = _OWN
-) -> Excess | None:
-    """Return the phase that takes this rank longer than the others by ``threshold_ns`` or more.
+def _late_in_phases(ranks: Sequence[RankTimes], least_ns: float) -> LateRank | None:
+    """Return the rank whose data wait or callbacks stand out among the ranks that recorded no collective.
 
-    The phases come before computing, which is the rest of forward and backward: it grows where ranks share the cores of
-    a machine.
+    If only some ranks record collectives, one of the others may be the last in each.
     """
-    found = [Excess(part, mine.spent_ns(part), _median(others, part)) for part in parts]
-    computes = [rank.compute_ns for rank in others if rank.compute_ns is not None]
-    compute = None
-    if mine.compute_ns is not None and computes and Part.UNTRACKED in parts:
-        compute = Excess(Part.COMPUTE, mine.compute_ns, statistics.median_low(computes))
-    best = max(found, key=lambda excess: excess.ns)
-    if best.ns >= threshold_ns:
-        if best.cause != Part.CALLBACK:
-            return best
-        return replace(best, callback=beyond_others(mine.callbacks_ns, [rank.callbacks_ns for rank in others]))
-    return compute if compute is not None and compute.ns >= threshold_ns else None
+    excess: Counter[int] = Counter()
+    for part in _ALONE:
+        spent = {rank.rank: rank.spent_ns(part) or 0 for rank in ranks}
+        usual = statistics.median_low(spent.values())
+        excess |= Counter({rank: ns - usual for rank, ns in spent.items()})
+    unseen = [rank.rank for rank in ranks if rank.wait_ns is None and rank.steps >= FEW_STEPS]
+    return late_rank([Lateness(0, rank, excess[rank]) for rank in unseen if excess[rank] >= least_ns], 1, least_ns)
 
 
-def _median(others: Sequence[RankTimes], part: Part) -> int:
-    return statistics.median_low([rank.spent_ns(part) for rank in others])
+def _longest(ranks: Sequence[RankTimes], late: LateRank, least_ns: float, *parts: Part) -> _Excess | None:
+    """Return the part that takes the late rank the longest beyond the others, if by ``least_ns`` or more."""
+    found: list[_Excess] = []
+    for part in parts:
+        spent = {rank.rank: ns for rank in ranks if (ns := rank.spent_ns(part)) is not None}
+        own = spent.pop(late.rank, None)
+        if own is not None and spent:
+            found.append((part, own, statistics.median_low(spent.values())))
+    long = (excess for excess in found if excess[1] - excess[2] >= least_ns)
+    return max(long, key=lambda excess: excess[1] - excess[2], default=None)
 
 
-def _found(mine: RankTimes, cause: Excess | None, caused_ns: int | None, waiting: Waiting | None) -> Straggler:
+def _pauses(files: Sequence[Rank], late: LateRank) -> _Excess | None:
+    """Return the GC pauses in the mean step outside windows, if they are most of the lateness."""
+    pauses = {rank.rank: usual_action_ns(rank, lambda row: row.action == GC_PAUSE)[True] for rank in files}
+    own, usual = pauses.pop(late.rank), round(statistics.median(pauses.values()))
+    return (Part.GC_PAUSES, own, usual) if own - usual >= PAUSES_EXPLAIN * late.caused_ns else None
+
+
+def _callback(files: Sequence[Rank], late: LateRank) -> str | None:
+    """Return the callback and hook that takes a rank the longest beyond the others, None where none does."""
+    spent = {
+        rank.rank: usual_action_ns(
+            rank, lambda row: action_name(row.action or "") if row.phase == "callbacks" else None
+        )
+        for rank in files
+        if rank.in_full or rank.rank == late.rank
+    }
+    own = spent.pop(late.rank)
+    own.subtract({name: statistics.median_low([times[name] for times in spent.values()]) for name in own})
+    return next((name for name, ns in own.most_common(1) if ns > 0), None)
+
+
+def _found(
+    ranks: Sequence[RankTimes],
+    files: Sequence[Rank],
+    late: LateRank,
+    excess: _Excess | None,
+    *,
+    pulse_steps: int | None = None,
+) -> Straggler:
+    mine = next(rank for rank in ranks if rank.rank == late.rank)
+    part, own_ns, others_ns = excess or (None, None, None)
     return Straggler(
         rank=mine.rank,
         host=mine.host,
         step_ns=mine.step_ns,
-        caused_ns=caused_ns,
-        caused_share=caused_ns / waiting.waited_ns if caused_ns and waiting else 0.0,
-        cause=cause.cause if cause else None,
-        own_ns=cause.own_ns if cause else None,
-        others_ns=cause.others_ns if cause else None,
-        callback=cause.callback if cause else None,
+        caused_ns=round(late.caused_ns),
+        caused_share=late.share,
+        cause=Part.COMPUTE if part == Part.FORWARD else part,
+        own_ns=own_ns,
+        others_ns=others_ns,
+        callback=_callback(files, late) if part == Part.CALLBACK else None,
+        pulse_steps=pulse_steps,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,12 +40,9 @@ class StepTime(NamedTuple):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of some steps on the host's clock, in ns: the mean step by phase, and the spread of its duration."""
+    """The mean of some steps on the host's clock, in ns, and its phases."""
 
-    steps: int
     mean_ns: int
-    median_ns: int
-    max_ns: int
     phases_ns: dict[str, int]
 
 
@@ -72,7 +68,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     ``recorded`` are the window's steps, which pay for their recording; ``usual`` the last steps before it that do not,
     null where there was none. ``callbacks_ns`` is the time of each callback in the mean recorded step, the longest
-    first. ``memory`` holds the largest value of each counter in the window.
+    first. ``memory`` holds the peaks of the window.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -88,20 +84,12 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: Arrivals = Arrivals()
 
 
-class WindowFiles(msgspec.Struct, frozen=True):
-    """The files of a rank in a window: its series by collector, and its operator trace if it has one."""
-
-    series: Mapping[str, Path]
-    trace: Path | None
-
-
-_encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(RankSummary).decode
 
 
 def encode_summary(summary: RankSummary) -> bytes:
     """Return a summary as JSON."""
-    return _encode(summary)
+    return msgspec.json.encode(summary)
 
 
 def read_summary(path: str | Path) -> RankSummary:
@@ -123,16 +111,19 @@ def read_summary(path: str | Path) -> RankSummary:
     return summary
 
 
-def summarise(origin: RankSummary, times: Sequence[StepTime], files: WindowFiles) -> RankSummary:
+def summarise(
+    origin: RankSummary, times: Sequence[StepTime], series: Mapping[str, Path], trace: Path | None
+) -> RankSummary:
     """Return the summary of a window that has come to its end.
 
     Args:
         origin: whose summary it is: rank, world size, host and window, and nothing else yet.
         times: the last steps of this rank, those of the window included.
-        files: what the window's collectors wrote. What cannot be read is left out.
+        series: the window's series by collector. What cannot be read is left out.
+        trace: its operator trace, if it has one.
     """
     recorded = [step_times for step_times in times if step_times.window == origin.window]
-    hooks = _series(files, HookRow)
+    hooks = _series(series, HookRow)
     steps = hooks.by_step.keys()
     callbacks: Counter[str] = Counter()
     for row in hooks.rows:
@@ -145,20 +136,16 @@ def summarise(origin: RankSummary, times: Sequence[StepTime], files: WindowFiles
         recorded=_figures([step_times for step_times in recorded if step_times.step in window_steps]),
         usual=_figures([step_times for step_times in times if step_times.window is None]),
         callbacks_ns={name: ns // (len(steps) or 1) for name, ns in callbacks.most_common(MOST_CALLBACKS)},
-        memory=_memory(files),
-        arrivals=_arrivals(files.trace),
+        memory=_memory(series),
+        arrivals=arrivals_of(readable_collectives(trace), MOST_COLLECTIVES),
     )
 
 
 def _figures(times: Sequence[StepTime]) -> Figures | None:
     if not times:
         return None
-    durations = [step_times.duration_ns for step_times in times]
     return Figures(
-        steps=len(times),
-        mean_ns=sum(durations) // len(times),
-        median_ns=round(statistics.median(durations)),
-        max_ns=max(durations),
+        mean_ns=sum(step_times.duration_ns for step_times in times) // len(times),
         phases_ns={
             phase: sum(step_times.phases_ns[index] for step_times in times) // len(times)
             for index, phase in enumerate(PHASES)
@@ -166,39 +153,39 @@ def _figures(times: Sequence[StepTime]) -> Figures | None:
     )
 
 
-def _series(files: WindowFiles, kind: type[R]) -> Series[R]:
-    path = files.series.get(kind.series)
+def _series(files: Mapping[str, Path], kind: type[R]) -> Series[R]:
+    path = files.get(kind.series)
     return Series() if path is None else read_series(path, kind, 0)
 
 
-def _memory(files: WindowFiles) -> dict[str, int]:
+def _memory(files: Mapping[str, Path]) -> dict[str, int]:
     host, allocator = _series(files, HostRow).rows, _series(files, AllocatorRow).rows
     found = {
         "peak_rss_bytes": [row.peak_rss_bytes for row in host],
-        "rss_bytes": [row.rss_bytes for row in host],
         "allocated_bytes.all.peak": [row.peak_allocated_bytes for row in allocator],
-        "reserved_bytes.all.peak": [row.peak_reserved_bytes for row in allocator],
-        "num_alloc_retries": [row.num_alloc_retries for row in allocator],
     }
     known = {name: [value for value in values if value is not None] for name, values in found.items()}
     return {name: max(values) for name, values in known.items() if values}
 
 
-def _arrivals(trace: Path | None) -> Arrivals:
+def readable_collectives(trace: Path | None) -> list[Collective]:
+    """Return the collectives of a trace, none where it cannot be read."""
     try:
-        found = collectives(trace) if trace is not None else []
+        return collectives(trace) if trace is not None else []
     except ArtifactError:
-        found = []
-    first: list[Collective] = found[:MOST_COLLECTIVES]
-    if not first:
-        return Arrivals()
-    kinds = list(dict.fromkeys(collective.kind for collective in first))
-    base = first[0].start_ns
+        return []
+
+
+def arrivals_of(found: Sequence[Collective], most: int | None = None) -> Arrivals:
+    """Return the first collectives of a rank by start, at most so many, in columns."""
+    first = found[:most]
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(collective.kind for collective in first))}
+    base = first[0].start_ns if first else 0
     return Arrivals(
         count=len(found),
         base_ns=base,
-        kinds=kinds,
-        kind=[kinds.index(collective.kind) for collective in first],
+        kinds=list(kinds),
+        kind=[kinds[collective.kind] for collective in first],
         sequence=[collective.sequence for collective in first],
         start_ns=[collective.start_ns - base for collective in first],
         duration_ns=[collective.duration_ns for collective in first],

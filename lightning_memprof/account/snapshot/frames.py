@@ -12,10 +12,11 @@ Stack = tuple[Frame, ...]
 Phase = Literal["data_wait", "loading", "forward", "backward", "optimizer"]
 
 OPTIMIZER: Final = "/torch/optim/"
-MODULES: Final = "/torch/nn/modules/module.py"
 # Backward, or a forward pass that it repeats.
 BACKWARD: Final = ("/torch/utils/checkpoint.py", "/torch/autograd/")
 _RUNS_BACKWARD: Final = frozenset({"backward", "_engine_run_backward"})
+# A new gradient of a parameter is often the output of the cast in front of it.
+GRADIENTS: Final = ("AccumulateGrad", "ToCopyBackward0")
 CACHE: Final = re.compile(r"kv_?cache|cache_(?:engine|utils)|key_value", re.IGNORECASE)
 _LIGHTNING: Final = ("/lightning/pytorch/", "/pytorch_lightning/")
 # C++ stacks have torch::autograd:: in every forward, too: it has the bindings of all operators.

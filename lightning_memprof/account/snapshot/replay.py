@@ -101,15 +101,19 @@ class Replay(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _requested(self) -> Sequence[int]:
-        return _running(self.events, [(life.born, life.died, life.requested_size) for life in self.lives])
+        return running_bytes(self.events, ((life.born, life.died, life.requested_size) for life in self.lives))
 
     @cached_property
     def _allocated(self) -> Sequence[int]:
-        return _running(self.events, [(life.born, life.freed, life.size) for life in self.lives])
+        return running_bytes(self.events, ((life.born, life.freed, life.size) for life in self.lives))
 
     @cached_property
     def _reserved(self) -> Sequence[int]:
-        return _reserved(self.snapshot)
+        reserved = [self.snapshot.reserved_bytes]
+        for event in reversed(self.snapshot.events):
+            change = event.size if event.action in GROWS else -event.size if event.action in SHRINKS else 0
+            reserved.append(max(0, reserved[-1] - change))
+        return reserved[::-1]
 
     @cached_property
     def peak_event(self) -> int:
@@ -139,13 +143,7 @@ class Replay(msgspec.Struct, frozen=True, dict=True):
         return self.holders_at(self.peak_event)
 
     def live_at(self, event: int) -> Live:
-        """Return the live bytes after an event; -1 is the start of the history.
-
-        Raises:
-            IndexError: there is no such event.
-        """
-        if not -1 <= event < self.events:
-            raise IndexError(event)
+        """Return the live bytes after an event; -1 is the start of the history."""
         return Live(self._requested[event + 1], self._allocated[event + 1], self._reserved[event + 1])
 
     def lives_at(self, event: int) -> list[BlockLife]:
@@ -170,32 +168,21 @@ def replay(snapshot: Snapshot, device: int = 0) -> Replay:
     return Replay(found)
 
 
-class _Open(msgspec.Struct):
-    """A block whose allocation is not reached yet."""
-
-    requested_size: int
-    size: int
-    freed: int | None
-    died: int
-    stack: int
-
-    def close(self, address: int, born: int) -> BlockLife:
-        freed = self.died if self.freed is None else self.freed
-        return BlockLife(address, self.requested_size, self.size, born, freed, self.died, self.stack)
-
-
 def _lives(device: DeviceSnapshot) -> list[BlockLife]:
     """Return every block of the history."""
     events, count = device.events, len(device.events)
     actions = {event.action for event in events}
     ends = "free_completed" if "free_completed" in actions else "free_requested"
     # A completed free without its request was requested before the history, unless the history has no requests at all.
-    asked = -1 if {"free_requested", "free_completed"} <= actions else None
+    is_asked = {"free_requested", "free_completed"} <= actions
+    # Blocks whose allocation is not reached yet.
     opened = {
-        block.address: _Open(
+        block.address: BlockLife(
+            address=block.address,
             requested_size=block.requested_size,
             size=block.size,
-            freed=None if block.state == ALLOCATED else -1,
+            born=_BEFORE,
+            freed=count if block.state == ALLOCATED else _BEFORE,
             died=count,
             stack=block.stack,
         )
@@ -209,25 +196,22 @@ def _lives(device: DeviceSnapshot) -> list[BlockLife]:
         if event.action == ends:
             later = opened.get(event.address)
             if later is not None:  # its allocation is missing: it was not live before this event
-                lives.append(later.close(event.address, i))
-            opened[event.address] = _Open(
-                requested_size=event.size, size=-(-event.size // _ROUND) * _ROUND, freed=asked, died=i, stack=0
-            )
+                lives.append(later._replace(born=i))
+            size, freed = -(-event.size // _ROUND) * _ROUND, _BEFORE if is_asked else i
+            opened[event.address] = BlockLife(event.address, event.size, size, _BEFORE, freed, died=i, stack=0)
         elif event.action == "free_requested":
             block = opened.get(event.address)
-            if block is not None and (block.freed is None or block.freed < 0):
-                block.freed = i
+            if block is not None and block.freed in (_BEFORE, block.died):
+                opened[event.address] = block._replace(freed=i)
         elif event.action == "alloc":
             block = opened.pop(event.address, None)
             if block is not None:
-                block.stack = event.stack or block.stack
-                lives.append(block.close(event.address, i))
-    lives += [block.close(address, _BEFORE) for address, block in opened.items()]
-    return lives
+                lives.append(block._replace(born=i, stack=event.stack or block.stack))
+    return [*lives, *opened.values()]
 
 
-def _running(count: int, spans: Sequence[tuple[int, int, int]]) -> Sequence[int]:
-    """Return the bytes at each moment from -1 on, of spans between two events."""
+def running_bytes(count: int, spans: Iterable[tuple[int, int, int]]) -> Sequence[int]:
+    """Return the bytes at each of ``count + 1`` moments from -1 on; a span has its bytes from one event to another."""
     deltas = [0] * (count + 2)
     for begin, end, size in spans:
         deltas[begin + 1] += size
@@ -235,19 +219,10 @@ def _running(count: int, spans: Sequence[tuple[int, int, int]]) -> Sequence[int]
     return tuple(accumulate(deltas[: count + 1]))
 
 
-def _reserved(device: DeviceSnapshot) -> Sequence[int]:
-    """Return the reserved bytes at each moment from -1 on."""
-    reserved = [device.reserved_bytes]
-    for event in reversed(device.events):
-        change = event.size if event.action in GROWS else -event.size if event.action in SHRINKS else 0
-        reserved.append(max(0, reserved[-1] - change))
-    reserved.reverse()
-    return reserved
-
-
 def holders_of(device: DeviceSnapshot, lives: Sequence[BlockLife]) -> tuple[Holder, ...]:
     """Sum blocks by the Python part of their stacks, largest first."""
-    shown = {number: _python(device.stacks[number]) for number in {life.stack for life in lives}}
+    stacks = {number: device.stacks[number] for number in {life.stack for life in lives}}
+    shown = {number: tuple(frame for frame in stack if frame.is_python) or stack for number, stack in stacks.items()}
     held: Counter[tuple[Frame, ...]] = Counter()
     blocks: Counter[tuple[Frame, ...]] = Counter()
     for life in lives:
@@ -257,10 +232,6 @@ def holders_of(device: DeviceSnapshot, lives: Sequence[BlockLife]) -> tuple[Hold
         Holder(stack=tuple(map(str, stack)), site=site_of(stack), bytes=count, blocks=blocks[stack])
         for stack, count in held.most_common()
     )
-
-
-def _python(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    return tuple(frame for frame in stack if frame.is_python) or stack
 
 
 def site_of(stack: tuple[Frame, ...]) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from lightning_memprof.account.parts import Part
-from lightning_memprof.artifacts.series import PHASES, HookRow
-
-if TYPE_CHECKING:
-    from lightning_memprof.read.run.model import Rank, RecordedWindow
+from lightning_memprof.artifacts.series import PHASES, ActionTotalRow, HookRow
+from lightning_memprof.read.run.model import Rank, RecordedWindow
 
 # The parts that the name of an action tells, and the rest of a step.
 ACTION_PARTS: Final = (
@@ -33,10 +31,10 @@ FORWARD: Final = {
     "predict": "predict_step",
 }
 FETCH: Final = {
-    "fit": ("train_dataloader_next",),
-    "validate": ("val_next",),
-    "test": ("test_next",),
-    "predict": ("predict_next",),
+    "fit": "train_dataloader_next",
+    "validate": "val_next",
+    "test": "test_next",
+    "predict": "predict_next",
 }
 OPTIMIZER: Final = frozenset(
     {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients", "toggle_optimizer"}
@@ -48,7 +46,7 @@ MODULES: Final = ("[LightningModule]", "[LightningDataModule]")
 # The profiler's own actions at the marks of a step.
 OWN_WORK: Final = "[MemProfiler]"
 # The profiler's own callbacks: their hooks open and close windows.
-_PROFILERS: Final = frozenset({"AttachedCallback", "MemProfilerCallback"})
+_PROFILERS: Final = frozenset({"AttachedCallback", "MemProfilerCallback", "_ProfilerHost"})
 LOGGER: Final = "[Logger]"
 _LOG: Final = re.compile(r"\[LightningModule\].*\.log\Z")
 _METRIC: Final = "[Metric]"
@@ -66,32 +64,39 @@ TRANSFER: Final = frozenset(
 BACKWARD: Final = frozenset({"pre_backward", "backward", "post_backward"})
 # A file that a strategy or a plug-in writes or removes.
 CHECKPOINT: Final = frozenset({"save_checkpoint", "remove_checkpoint"})
-# Parts of a step that the pulse has in another phase.
-_PARTS_ONLY: Final = TRANSFER | {"pre_backward", "post_backward", "lr_scheduler_step"}
+# Parts of a step that the pulse has in the phase around them.
+_PARTS_ONLY: Final = frozenset({"pre_backward", "post_backward", "lr_scheduler_step", VALIDATION})
 
 
-class Event(msgspec.Struct, frozen=True):
-    """One event of a step. ``offset_ns`` counts from the step's start; events come in order of start.
+class Event(msgspec.Struct):
+    """One event of a step, or the step itself. ``offset_ns`` counts from the step's start.
 
-    ``self_ns`` is its self time; over the step's events, with the time outside all events, it sums to the step.
+    ``self_ns`` is its self time; over the step and its events it sums to the step. ``phase`` is the pulse's, and
+    ``callback`` the key of the callback that it runs in, or empty.
     """
 
     action: str
     part: Part
+    phase: str
+    callback: str
     offset_ns: int
     duration_ns: int
     self_ns: int
     depth: int
 
+    @property
+    def end_ns(self) -> int:
+        """Its end, from the step's start."""
+        return self.offset_ns + self.duration_ns
+
 
 class StepEvents(msgspec.Struct, frozen=True):
-    """One recorded step of one rank.
+    """One recorded step; ``events`` by start.
 
     ``parts_ns`` has all of :data:`ACTION_PARTS` and sums to ``duration_ns``; ``callbacks_ns`` has the self time of each
     callback by its key and sums to that part.
     """
 
-    rank: int
     window: int
     step: int
     global_step: int | None
@@ -156,13 +161,8 @@ def classify(action: str, stage: str) -> str | None:
 
     A validation inside ``fit`` is ``other``: its steps and its callbacks' batch hooks belong to no training step.
     """
-    hook = action.rpartition(".")[2]
-    if action.startswith(CALLBACK):
-        return "other" if stage == "fit" and hook.startswith("on_validation_batch") else "callbacks"
-    part = None if hook in _PARTS_ONLY else _part(action, hook, stage)
-    if part is not None:
-        return part.phase
-    return "other" if hook in EVALUATION_STEPS or action.startswith(OWN_WORK) else None
+    part = None if action.rpartition(".")[2] in _PARTS_ONLY else part_of(action, None, stage)
+    return "other" if part == Part.VALIDATION else part and part.phase
 
 
 def part_of(action: str, around: Part | None, stage: str) -> Part | None:
@@ -190,7 +190,7 @@ def part_of(action: str, around: Part | None, stage: str) -> Part | None:
 
 
 def _part(action: str, hook: str, stage: str) -> Part | None:
-    if hook in FETCH.get(stage, ()):
+    if hook == FETCH.get(stage):
         return Part.DATA_WAIT
     if hook in TRANSFER:
         return Part.TRANSFER
@@ -202,19 +202,7 @@ def _part(action: str, hook: str, stage: str) -> Part | None:
     return Part.OPTIMIZER if is_optimizer else None
 
 
-L = TypeVar("L", bound=str)
-
-
-class Span(msgspec.Struct, Generic[L]):
-    """An action inside a step, or the step itself, whose ``around`` is None. ``label`` is its phase or part."""
-
-    action: str
-    label: L
-    begin_ns: int
-    end_ns: int
-    depth: int
-    around: Span[L] | None
-    self_ns: int = 0
+K = TypeVar("K")
 
 
 def step_span(rows: Iterable[HookRow]) -> tuple[int, int] | None:
@@ -225,67 +213,72 @@ def step_span(rows: Iterable[HookRow]) -> tuple[int, int] | None:
     return row.start_ns, row.start_ns + row.duration_ns
 
 
-def nested_spans(
-    rows: Iterable[HookRow], start_ns: int, end_ns: int, label_of: Callable[[str, L], L], untracked: L
-) -> list[Span[L]]:
+def nested_events(rows: Iterable[HookRow], start_ns: int, end_ns: int, stage: str) -> list[Event]:
     """Share the time from ``start_ns`` to ``end_ns`` among the step, which comes first, and its actions by start.
 
     Every instant counts for the innermost action that covers it, so the self times sum to ``end_ns - start_ns``
     exactly, whatever the rows are: an action that outlives the one around it, or the step, is cut at that one's end.
-    ``label_of`` gets an action and the label of the one around it; the step's is ``untracked``.
     """
-    root = Span(action="step", label=untracked, begin_ns=start_ns, end_ns=end_ns, depth=-1, around=None)
-    found, stack = [root], [root]
-    cursor = start_ns
-
-    def spend(until: int) -> None:
-        nonlocal cursor
-        if until > cursor:
-            stack[-1].self_ns += until - cursor
-            cursor = until
-
-    def leave() -> None:
-        spend(stack[-1].end_ns)
-        stack.pop()
-
+    whole_ns = end_ns - start_ns
+    step = Event(
+        action="step",
+        part=Part.UNTRACKED,
+        phase="other",
+        callback="",
+        offset_ns=0,
+        duration_ns=whole_ns,
+        self_ns=whole_ns,
+        depth=-1,
+    )
+    found, stack = [step], [step]
     timed = (
-        (row.start_ns, -max(row.duration_ns, 0), row.depth or 0, row.action)
+        (row.start_ns - start_ns, -max(row.duration_ns, 0), row.depth or 0, row.action)
         for row in rows
         if row.start_ns is not None and row.duration_ns is not None and row.action is not None and not _is_step(row)
     )
     # Of two that start together the longer one is around the other.
     for start, negative_duration, _, action in sorted(timed):
-        begin = min(max(start, start_ns), end_ns)
+        begin = min(max(start, 0), whole_ns)
         while len(stack) > 1 and stack[-1].end_ns <= begin:
-            leave()
-        spend(begin)
+            stack.pop()
         around = stack[-1]
-        span = Span(
+        ns = max(min(start - negative_duration, around.end_ns) - begin, 0)
+        around.self_ns -= ns
+        is_callback = action.startswith(CALLBACK)
+        event = Event(
             action=action,
-            label=label_of(action, around.label),
-            begin_ns=begin,
-            end_ns=max(begin, min(start - negative_duration, around.end_ns)),
+            part=part_of(action, around.part, stage) or around.part,
+            phase=classify(action, stage) or around.phase,
+            callback=action.removeprefix(CALLBACK).rpartition(".")[0] if is_callback else around.callback,
+            offset_ns=begin,
+            duration_ns=ns,
+            self_ns=ns,
             depth=len(stack) - 1,
-            around=around,
         )
-        found.append(span)
-        stack.append(span)
-    while stack:
-        leave()
+        found.append(event)
+        stack.append(event)
     return found
 
 
 def exclusive_times(rows: Iterable[HookRow], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:
     """Return the self times of actions by phase, in nanoseconds; they sum to ``end_ns - start_ns``."""
     totals = dict.fromkeys(PHASES, 0)
-    label_of: Callable[[str, str], str] = lambda action, around: classify(action, stage) or around  # noqa: E731
-    for span in nested_spans(rows, start_ns, end_ns, label_of, "other"):
-        totals[span.label] += span.self_ns
+    for event in nested_events(rows, start_ns, end_ns, stage):
+        totals[event.phase] += event.self_ns
     return totals
 
 
 def _is_step(row: HookRow) -> bool:
     return row.action == "step" and row.depth == -1
+
+
+def usual_action_ns(rank: Rank, key: Callable[[ActionTotalRow], K | None]) -> Counter[K]:
+    """Return the self time of actions in the mean step outside windows, by ``key``; None leaves an action out."""
+    found = Counter[K]()
+    for row in rank.actions:
+        if not row.in_window and row.steps and (name := key(row)) is not None:
+            found[name] += (row.total_ns or 0) // row.steps
+    return found
 
 
 def rank_events(rank: Rank) -> list[StepEvents]:
@@ -327,43 +320,20 @@ def _step(window: RecordedWindow, step: int, rows: Sequence[HookRow], stage: str
     place = step_span(rows)
     if place is None:
         return None
-
-    def label_of(action: str, around: Part) -> Part:
-        return part_of(action, around, stage) or around
-
-    root, *spans = nested_spans(rows, *place, label_of, Part.UNTRACKED)
+    root, *events = nested_events(rows, *place, stage)
     parts = dict.fromkeys(ACTION_PARTS, 0)
     callbacks: dict[str, int] = defaultdict(int)
-    for span in (root, *spans):
-        parts[span.label] += span.self_ns
-        if span.label == Part.CALLBACK:
-            callbacks[_owner(span)] += span.self_ns
+    for event in (root, *events):
+        parts[event.part] += event.self_ns
+        if event.part == Part.CALLBACK:
+            callbacks[event.callback] += event.self_ns
     return StepEvents(
-        rank=window.rank,
         window=window.index,
         step=step,
         global_step=next((row.global_step for row in rows if row.depth == -1), None),
-        start_ns=root.begin_ns,
-        duration_ns=root.end_ns - root.begin_ns,
+        start_ns=place[0],
+        duration_ns=root.duration_ns,
         parts_ns=parts,
         callbacks_ns=dict(sorted(callbacks.items(), key=lambda entry: (-entry[1], entry[0]))),
-        events=tuple(
-            Event(
-                action=span.action,
-                part=span.label,
-                offset_ns=span.begin_ns - root.begin_ns,
-                duration_ns=span.end_ns - span.begin_ns,
-                self_ns=span.self_ns,
-                depth=span.depth,
-            )
-            for span in spans
-        ),
+        events=tuple(events),
     )
-
-
-def _owner(span: Span[Part]) -> str:
-    """Return the key of the callback that a span runs in: an action's name without its hook."""
-    around: Span[Part] | None = span
-    while around is not None and not around.action.startswith(CALLBACK):
-        around = around.around
-    return "" if around is None else around.action.removeprefix(CALLBACK).rpartition(".")[0]

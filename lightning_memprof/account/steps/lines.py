@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.account.steps.events import FORWARD
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
+from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from lightning_memprof.read.run.model import Rank
 
 # A function with less of the time does not explain it.
 EXPLAINS: Final = 0.25
@@ -78,7 +75,7 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
 
 def lines(rank: Rank, hook: str) -> list[LineRow]:
     """Return the lines inside a method that the Trainer calls, ``training_step`` or a hook of a callback."""
-    rows = (row for window in rank.windows for row in window.read(LineRow).rows)
+    rows = rank.in_windows(LineRow)
     return [row for row in rows if row.functions and row.functions[0].rpartition(".")[2] == hook]
 
 
@@ -100,17 +97,12 @@ def action_spot(rank: Rank, action: str) -> Spot | None:
 
 def collate_spot(rank: Rank) -> Spot | None:
     """Return where the program makes batches of samples: a function that no hook and no method of a data set is."""
-    found = [row for window in rank.windows for row in window.read(LineRow).rows if row.functions]
-    return main_spot([row for row in found if not NAMED.search(row.functions[0])])
+    rows = rank.in_windows(LineRow)
+    return main_spot([row for row in rows if row.functions and not NAMED.search(row.functions[0])])
 
 
 def main_spot(rows: Sequence[LineRow]) -> Spot | None:
-    """Return the innermost function with much of the time of some lines."""
-    return next(iter(spots(rows)), None)
-
-
-def spots(rows: Sequence[LineRow], least: float = EXPLAINS) -> list[Spot]:
-    """Return the functions with at least a share of the time of some lines, the innermost first.
+    """Return the innermost function with much of the time of some lines.
 
     The time of a line that calls a module is the module's.
     """
@@ -121,11 +113,11 @@ def spots(rows: Sequence[LineRow], least: float = EXPLAINS) -> list[Spot]:
             for depth, function in enumerate(row.functions):
                 if function != MODULE_CALL:
                     within.setdefault((depth, function), []).append(row)
-    large = [key for key, inside in within.items() if _ns(inside) >= least * whole and _looks(inside) >= MIN_LOOKS]
+    large = [key for key, inside in within.items() if _ns(inside) >= EXPLAINS * whole and _looks(inside) >= MIN_LOOKS]
     large.sort(key=lambda key: (-key[0], -_ns(within[key])))
-    found = [_spot(key, within[key], whole) for key in large]
+    found = (_spot(key, within[key], whole) for key in large)
     # The name alone of what the Trainer calls, or of a module's forward, explains nothing.
-    return [each for each in found if each.place or each.is_helper]
+    return next((each for each in found if each.place or each.is_helper), None)
 
 
 def _spot(key: tuple[int, str], inside: Sequence[LineRow], whole: int) -> Spot:

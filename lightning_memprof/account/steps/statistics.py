@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -13,11 +13,9 @@ import numpy as np
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import exclusive_times, step_span
 from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow, ProcessRow, PulseRow
+from lightning_memprof.read.run.following import RankProgress
+from lightning_memprof.read.run.model import Rank, RecordedWindow, once_for_a_rank
 from lightning_memprof.read.trace.intervals import length_within, union
-
-if TYPE_CHECKING:
-    from lightning_memprof.read.run.following import RankProgress
-    from lightning_memprof.read.run.model import Rank, RecordedWindow
 
 Clock = Literal["host", "device"]
 Breakdown = Mapping[str, int | None]
@@ -92,8 +90,7 @@ class PulseStatistics(msgspec.Struct, frozen=True):
     """The steps of one rank's pulse. Durations are nanoseconds.
 
     ``steps`` counts all rows; ``used`` those that the figures rest on, and ``basis`` says which. ``breakdown_ns`` is
-    the mean by phase and sums to ``mean_ns``; ``median_shares`` is each phase's median part, 0 to 1, of those steps in
-    which it took any time, and does not follow a few unusual steps as the mean does.
+    the mean by phase and sums to ``mean_ns``.
     """
 
     steps: int
@@ -105,19 +102,15 @@ class PulseStatistics(msgspec.Struct, frozen=True):
     max_ns: int
     mean_ns: int
     breakdown_ns: Breakdown
-    median_shares: Mapping[str, float]
 
     def share(self, phase: str) -> float:
         """Return the part of the mean step that a phase takes, 0 to 1."""
         return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
 
 
+@once_for_a_rank
 def typical_steps(rank: Rank) -> TypicalSteps | None:
-    """Return the typical steps of a rank's pulse, None where it has no timed step; they are found once."""
-    return rank.computed(_typical_of_rank)
-
-
-def _typical_of_rank(rank: Rank) -> TypicalSteps | None:
+    """Return the typical steps of a rank's pulse, None where it has no timed step."""
     return typical_in(rank.pulse, held_up(rank))
 
 
@@ -132,28 +125,22 @@ def held_up(rank: Rank) -> frozenset[int]:
     return frozenset(steps[(waited > 0) & (waited >= HELD_UP * durations)].tolist())
 
 
+@once_for_a_rank
 def peak_rss_bytes(rank: Rank) -> int | None:
     """Return the maximum of the high-water mark and all samples of the resident memory; None if there are none."""
-    return rank.computed(_peak_rss_of_rank)
-
-
-def _peak_rss_of_rank(rank: Rank) -> int | None:
-    windows = (row for window in rank.windows for row in window.read(HostRow).rows)
-    sampled = [*(row["rss_bytes"] for row in rank.pulse), *(row.peak_rss_bytes or row.rss_bytes for row in windows)]
+    sampled = [row["rss_bytes"] for row in rank.pulse]
+    sampled += [row.peak_rss_bytes or row.rss_bytes for row in rank.in_windows(HostRow)]
     sampled += [size for row in rank.read(ProcessRow).rows for size in row.rss_bytes]
     return max((size for size in (rank.high_water_bytes, *sampled) if size is not None), default=None)
 
 
+@once_for_a_rank
 def core_waits(rank: Rank) -> dict[int, float]:
     """Return how long the training thread waits for a core in each step, in ns.
 
     A reading covers the steps since the previous one, and is shared among them by their duration. The kernel counts a
     wait when it ends: one that began in an earlier step may exceed the step.
     """
-    return rank.computed(_core_waits_of_rank)
-
-
-def _core_waits_of_rank(rank: Rank) -> dict[int, float]:
     waits: dict[int, float] = {}
     covered: list[PulseRow] = []
     for row in rank.pulse:
@@ -180,11 +167,11 @@ def typical_in(pulse: Sequence[PulseRow], held_up: Collection[int] = ()) -> Typi
         pulse: the rows of one rank.
         held_up: steps in which it waited for the profiler's work on another rank.
     """
-    timed = [(row, timing) for row in pulse if (timing := host_timing(row)) is not None]
+    timed = [(row, timing) for row in pulse if (timing := pulse_timing(row, "host")) is not None]
     if not timed:
         return None
     used, left_out = _typical(timed, held_up)
-    on_device = [(row["step"], timing) for row, _ in used if (timing := device_timing(row)) is not None]
+    on_device = [(row["step"], timing) for row, _ in used if (timing := pulse_timing(row, "device")) is not None]
     clock: Clock = "host"
     timings = [(row["step"], timing) for row, timing in used]
     # Of short steps only some have device timestamps: a step that stands out may be one of the others.
@@ -217,18 +204,9 @@ def _typical(timed: list[_TimedRow], held_up: Collection[int]) -> tuple[list[_Ti
     return used, left_out
 
 
-def host_timing(row: PulseRow | None) -> Timing | None:
-    """Return a step's timing on the host's clock, or None where it has none."""
-    return _pulse_timing(row, "", "host")
-
-
-def device_timing(row: PulseRow | None) -> Timing | None:
-    """Return a step's timing on the device's clock, or None where it has none."""
-    return _pulse_timing(row, "device_", "device")
-
-
-def _pulse_timing(row: PulseRow | None, prefix: str, clock: Clock) -> Timing | None:
-    """Return the timing of one clock; what the phases leave of the duration is ``other``."""
+def pulse_timing(row: PulseRow | None, clock: Clock) -> Timing | None:
+    """Return a step's timing on a clock, None where it has none; what the phases leave of the duration is ``other``."""
+    prefix = "device_" if clock == "device" else ""
     duration = row[f"{prefix}duration_ns"] if row else None
     if row is None or duration is None:
         return None
@@ -257,7 +235,7 @@ def window_steps(rank: Rank, window: RecordedWindow) -> list[StepReport]:
     reports = []
     for step in window.steps:
         row = pulse.get(step)
-        timing = device_timing(row) or host_timing(row) or _hook_timing(hooks.get(step, []), stage)
+        timing = pulse_timing(row, "device") or pulse_timing(row, "host") or _hook_timing(hooks.get(step, []), stage)
         duration, breakdown, clock, source = timing or (None, None, None, None)
         breakdown = None if breakdown is None else _of_stage(breakdown, stage)
         marks = host.get(step) or allocator.get(step) or hooks.get(step) or []
@@ -294,7 +272,6 @@ def pulse_statistics(rank: Rank) -> PulseStatistics | None:
         max_ns=durations[-1],
         mean_ns=sum(ns or 0 for ns in breakdown.values()),
         breakdown_ns=breakdown,
-        median_shares={phase: _median_share(typical, phase) for phase in PHASES},
     )
 
 
@@ -303,11 +280,6 @@ def _of_stage(breakdown: Breakdown, stage: str) -> Breakdown:
     if stage == "fit":
         return breakdown
     return {phase: None if phase in TRAINING_PHASES and not ns else ns for phase, ns in breakdown.items()}
-
-
-def _median_share(typical: TypicalSteps, phase: str) -> float:
-    shares = [(breakdown[phase] or 0) / duration for _, duration, breakdown in typical.steps if duration]
-    return statistics.median([share for share in shares if share > 0] or [0.0])
 
 
 def _hook_timing(rows: Sequence[HookRow], stage: str) -> Timing | None:

@@ -44,11 +44,5 @@ def _of_rank(rank: Rank) -> RankSystem:
 
 
 def _figure(stretches: Sequence[SystemStretch], name: str) -> Figure:
-    count, total, least, most = 0, 0.0, math.inf, -math.inf
-    for stretch in stretches:
-        for value in stretch.figures.get(name, ()):
-            if not math.isnan(value):
-                count += 1
-                total += value
-                least, most = min(least, value), max(most, value)
-    return Figure(mean=total / count, min=least, max=most)
+    values = [value for stretch in stretches for value in stretch.figures.get(name, ()) if not math.isnan(value)]
+    return Figure(mean=sum(values) / len(values), min=min(values), max=max(values))

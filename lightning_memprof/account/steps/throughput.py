@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final
 
 import msgspec
@@ -15,8 +14,6 @@ from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.read.run.model import Rank, Run
 
 IN_WINDOWS: Final = "steps in windows, with the cost of recording them"
-# Each rank is some files to read, and its neighbours do the same work.
-MAX_RANKS: Final = 64
 _MOST: Final = 1e30
 
 
@@ -51,9 +48,9 @@ class RankThroughput(msgspec.Struct, frozen=True):
 
 
 def throughputs(run: Run) -> tuple[RankThroughput, ...]:
-    """Return the throughput of the first ranks that counted their batches."""
+    """Return the throughput of the ranks that counted their batches."""
     counted = (rank for rank in run.ranks if any("throughput" in window.series for window in rank.windows))
-    return tuple(rate for rank in islice(counted, MAX_RANKS) if (rate := rank_throughput(rank)) is not None)
+    return tuple(rate for rank in counted if (rate := rank_throughput(rank)) is not None)
 
 
 def rank_throughput(rank: Rank) -> RankThroughput | None:

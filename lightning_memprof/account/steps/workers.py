@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
-from lightning_memprof.artifacts.series import LoaderCallRow, LoaderQueueRow, ProcessRow, SeriesRow
+from lightning_memprof.artifacts.series import LoaderCallRow, LoaderQueueRow, ProcessRow
 from lightning_memprof.read.run.model import Rank
 
-_R = TypeVar("_R", bound=SeriesRow)
 # Fewer batches do not represent a worker.
 MIN_BATCHES: Final = 4
 # Fewer looks at the fetches of all workers show no usual place.
@@ -104,11 +103,11 @@ def private_memory(rank: Rank) -> list[int]:
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A function inside the fetches of a data set in recorded windows: means per batch; the shares sum to 1."""
+    """A function inside the fetches of a data set: means per batch; the shares sum to 1. ``count`` may be unknown."""
 
     dataset: str | None
     function: str
-    count: float
+    count: float | None
     self_ns: float
     total_ns: float
     share: float
@@ -116,32 +115,41 @@ class Call(msgspec.Struct, frozen=True):
 
 def calls(rank: Rank) -> list[Call]:
     """Return the functions inside fetches of all workers, those with the most self time first."""
-    sums: dict[str | None, dict[str | None, list[int]]] = {}
-    for row in _of_windows(rank, LoaderCallRow):
+    sums: dict[str | None, dict[str | None, list[float]]] = {}
+    for row in (*rank.in_windows(LoaderCallRow), *_seen(rank)):
         times = sums.setdefault(row.dataset, {}).setdefault(row.function, [0, 0, 0])
         times[:] = times[0] + (row.count or 0), times[1] + (row.self_ns or 0), times[2] + (row.total_ns or 0)
     found = []
     for dataset, functions in sums.items():
         batches, _, fetch_ns = functions.pop(None, [0, 0, 0])
         for name, (count, own_ns, total_ns) in functions.items() if batches and fetch_ns else ():
-            means = count / batches, own_ns / batches, total_ns / batches
+            means = count / batches or None, own_ns / batches, total_ns / batches
             found.append(Call(dataset, name or "", *means, own_ns / fetch_ns))
     return sorted(found, key=lambda call: -call.self_ns)
 
 
+def _seen(rank: Rank) -> Iterator[LoaderCallRow]:
+    """Yield what the looks at fetches saw, for all fetches of each worker."""
+    last = {row.pid: row for row in rank.read(ProcessRow).rows if row.functions}
+    if sum(row.looks or 0 for row in last.values()) < MIN_LOOKS:
+        return
+    for row in last.values():
+        scale = (row.fetch_ns or 0) / sum(own for own, _ in row.functions.values())
+        yield LoaderCallRow(dataset=row.dataset, count=row.batches, total_ns=row.fetch_ns)
+        for name, (own, total) in row.functions.items():
+            times = round(own * scale), round(total * scale)
+            yield LoaderCallRow(dataset=row.dataset, function=name, self_ns=times[0], total_ns=times[1])
+
+
 def pinning_ns(rank: Rank) -> float | None:
     """Return the time in which a batch is copied into pinned memory; None where none was, in recorded windows."""
-    rows = _of_windows(rank, LoaderQueueRow)
+    rows = rank.in_windows(LoaderQueueRow)
     return _mean(sum(row.pinning_ns or 0 for row in rows), sum(row.pinned or 0 for row in rows))
 
 
 def ready_batches(rank: Rank) -> list[int]:
     """Return how many batches are ready each time that the loop asks for one, in recorded windows."""
-    return [row.ready for row in _of_windows(rank, LoaderQueueRow) if row.ready is not None]
-
-
-def _of_windows(rank: Rank, kind: type[_R]) -> list[_R]:
-    return [row for window in rank.windows for row in window.read(kind).rows]
+    return [row.ready for row in rank.in_windows(LoaderQueueRow) if row.ready is not None]
 
 
 class Loading(msgspec.Struct, frozen=True, kw_only=True):

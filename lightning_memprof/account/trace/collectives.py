@@ -3,69 +3,57 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
 
-import msgspec
 import numpy as np
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.device import DeviceEvents
 from lightning_memprof.account.trace.model import CollectiveTotals
 from lightning_memprof.read.trace.columns import Kind, TraceColumns
-from lightning_memprof.read.trace.communication import (
-    HOST_BACKENDS,
-    Collective,
-    Launchers,
-    plain_name,
-    trace_arrivals,
-)
+from lightning_memprof.read.trace.communication import HOST_BACKENDS, Collective, CollectiveEvents, plain_name
 from lightning_memprof.read.trace.intervals import Column, Intervals, length_within, union
 
 # How often the share (n - 1) / n of the data crosses each link between n ranks.
 _BUS_SHARES: Final = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
-class CollectiveCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective of a trace; times are ns after the trace's origin, ``row`` is the kernel's, -1 on the host."""
-
-    name: str
-    group: str
-    bytes: int | None
-    start: int
-    end: int
-    row: int = -1
-    ranks: int | None = None
-
-    @property
-    def on_device(self) -> bool:
-        """Whether it ran on a device."""
-        return self.row >= 0
-
-
-def collective_calls(columns: TraceColumns, device: DeviceEvents) -> Iterator[CollectiveCall]:
-    """Yield the collectives and point-to-point operations of a trace."""
-    launchers = Launchers(columns)
-    known: dict[tuple[int, int], Collective] = {}
-    for row in trace_arrivals(columns):
-        start, end = row.start_ns - columns.origin_ns, row.end_ns - columns.origin_ns
-        if row.device == "host":
-            yield CollectiveCall(name=row.name, group=row.group, bytes=row.bytes, start=start, end=end)
-        else:
-            known[start, end] = row
-    rows = device.rows[device.communicates]
-    for kernel, launch in zip(rows.tolist(), device.launched[device.communicates].tolist(), strict=True):
-        start, end = int(columns.starts[kernel]), int(columns.ends[kernel])
-        found = known.get((start, end))
+def collective_calls(
+    columns: TraceColumns, device: DeviceEvents, events: CollectiveEvents, arrivals: Sequence[Collective]
+) -> Iterator[Collective]:
+    """Yield the collectives and point-to-point operations of a trace; ``arrivals`` are those that all ranks join."""
+    yield from (call for call in arrivals if call.device == "host")
+    known = {call.row: call for call in arrivals}
+    communicates = device.part == Part.COLLECTIVE.number
+    rows, launched = device.rows[communicates], device.launched[communicates]
+    for kernel, launch in zip(rows.tolist(), launched.tolist(), strict=True):
+        found = known.get(kernel)
         described = (found.name, found.group, found.bytes, found.ranks) if found else None
-        if found is None or found.bytes is None:
-            described = launchers.describe(launch) or described
+        if launch >= 0 and (found is None or found.bytes is None):
+            lane = columns.lane_of[columns.lanes[launch]]
+            described = events.launched(lane, int(columns.starts[launch])) or described
         name, group, size, ranks = described or (plain_name(columns.name(kernel)), "", None, None)
-        yield CollectiveCall(name=name, group=group, bytes=size, start=start, end=end, row=kernel, ranks=ranks)
+        yield Collective(
+            name=name,
+            group=group,
+            bytes=size,
+            start_ns=columns.origin_ns + int(columns.starts[kernel]),
+            end_ns=columns.origin_ns + int(columns.ends[kernel]),
+            device="cuda",
+            row=kernel,
+            ranks=ranks,
+        )
+
+
+def host_collectives(columns: TraceColumns) -> Column:
+    """Return the rows of collectives of the host: threads of their backend run them."""
+    return columns.rows_named(lambda name: name.startswith(HOST_BACKENDS), Kind.ANNOTATION)
 
 
 def trace_collectives(
-    columns: TraceColumns, device: DeviceEvents, found: list[CollectiveCall]
+    columns: TraceColumns, device: DeviceEvents, found: Sequence[Collective]
 ) -> tuple[CollectiveTotals, ...]:
     """Return the totals of collectives and of point-to-point operations, longest first.
 
@@ -78,8 +66,8 @@ def trace_collectives(
         kinds[call.name, call.group, call.bytes].append(i)
     result = []
     for (name, group, size), members in kinds.items():
-        durations = [found[i].end - found[i].start for i in members]
-        longest = max(members, key=lambda i: found[i].end - found[i].start)
+        durations = [found[i].duration_ns for i in members]
+        longest = max(members, key=lambda i: found[i].duration_ns)
         result.append(
             CollectiveTotals(
                 name=name,
@@ -91,13 +79,13 @@ def trace_collectives(
                 max_ns=max(durations),
                 exposed_ns=sum(int(exposed[i]) for i in members),
                 bus_bytes_per_s=_bus_bytes_per_s(found[members[0]], min(durations)),
-                longest_start_ns=columns.origin_ns + found[longest].start,
+                longest_start_ns=found[longest].start_ns,
             )
         )
     return tuple(sorted(result, key=lambda row: (-row.total_ns, row.name, row.group)))
 
 
-def _bus_bytes_per_s(call: CollectiveCall, ns: int) -> float | None:
+def _bus_bytes_per_s(call: Collective, ns: int) -> float | None:
     """Return the bus bandwidth in bytes/s (``PERFORMANCE.md`` of nccl-tests), None where it is unknown."""
     share, ranks = _BUS_SHARES.get(call.name, 0), call.ranks or 0
     return (
@@ -105,10 +93,11 @@ def _bus_bytes_per_s(call: CollectiveCall, ns: int) -> float | None:
     )
 
 
-def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[CollectiveCall]) -> Column:
-    starts = np.array([call.start for call in found], np.int64)
-    ends = np.array([call.end for call in found], np.int64)
-    on_device = np.array([call.on_device for call in found], np.bool_)
+def _exposed(columns: TraceColumns, device: DeviceEvents, found: Sequence[Collective]) -> Column:
+    starts, ends = (
+        np.array([getattr(call, end) for call in found], np.int64) - columns.origin_ns for end in ("start_ns", "end_ns")
+    )
+    on_device = np.array([call.device != "host" for call in found], np.bool_)
     anywhere = device.compute if np.all(on_device) else _computing_anywhere(columns, device)
     hidden = (length_within(when, starts, ends) for when in (device.compute, anywhere))
     exposed: Column = ends - starts - np.where(on_device, *hidden)
@@ -117,8 +106,7 @@ def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[Collective
 
 def _computing_anywhere(columns: TraceColumns, device: DeviceEvents) -> Intervals:
     """Return the time in which a device computes, or a thread without collectives is inside an operator of torch."""
-    communicating = [event.row for event in columns.collectives if event.name.startswith(HOST_BACKENDS)]
-    lanes = np.unique(columns.lanes[np.array(communicating, np.int64)])
+    lanes = np.unique(columns.lanes[host_collectives(columns)])
     rows = columns.rows_named(lambda name: name.startswith("aten::"), Kind.OPERATOR)
     rows = rows[~np.isin(columns.lanes[rows], lanes)]
     starts = np.append(device.compute.starts, columns.starts[rows])

@@ -1,46 +1,23 @@
-"""Work on the devices of a trace: kernels, copies and memory sets of all streams, and their timeline."""
+"""Work on the devices of a trace: kernels, copies and memory sets of all streams."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.account.parts import Part
+from lightning_memprof.account.parts import BUSY, PARTS, Part
 from lightning_memprof.account.trace.model import Copies, Kernel, KernelKind
-from lightning_memprof.account.trace.spans import Step, launches, loading_intervals, step_spans
-from lightning_memprof.read.trace.columns import DEVICE_KINDS, Kind, TraceColumns, read_columns
-from lightning_memprof.read.trace.intervals import (
-    Column,
-    Intervals,
-    clip,
-    difference,
-    intersection,
-    length_before,
-    length_within,
-    union,
-)
-from lightning_memprof.read.trace.kernel_names import plain_kernel
+from lightning_memprof.account.trace.spans import Step, launches
+from lightning_memprof.read.trace.columns import DEVICE_KINDS, Kind, TraceColumns
+from lightning_memprof.read.trace.intervals import Column, Intervals, clip, length_within, union
 
-# Libraries whose kernels contain their name (NCCL, RCCL, oneCCL and XCCL, HCCL, MSCCL++, NVSHMEM, DeepEP), and kernels
-# of torch's symmetric memory, vLLM, TensorRT-LLM and others that are named after the collective. A kernel fused by a
-# compiler is named after its operators, and a warp or block reduces within itself: no collectives.
-_COMMUNICATES: Final = re.compile(
-    r"[nrxh]ccl|oneccl|\bccl_|\bhcom_|mscclpp|nvshmem|deep_ep::|cross_device_reduce|symm_mem|multimem_"
-    r"|(?<!warp)(?<!warp_)(?<!block)(?<!block_)(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)",
-    re.IGNORECASE,
-)
-_FUSED: Final = "triton_"
 EARLIER: Final = int(np.iinfo(np.int64).min)
 _COPY: Final = re.compile(r"Memcpy (\w+)(?: \((.*)\))?\Z")
-
-STATES: Final = (Part.COMPUTE, Part.COLLECTIVE, Part.COPY, Part.IDLE_DATA, "idle")
-"""The states of a device, the first one that applies: compute hides the rest; an idle device may wait for a batch."""
 
 
 class DeviceEvents(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,17 +27,16 @@ class DeviceEvents(msgspec.Struct, frozen=True, kw_only=True):
         rows: ``(n,)`` positions in the trace's columns.
         launched: ``(n,)`` rows of the calls that launched them, -1 where the trace does not have it.
         moments: ``(n,)`` when they were launched: without a known launch their start, ``EARLIER`` before the recording.
-        communicates: ``(n,)`` whether it is a collective or a message between devices.
-        copies: ``(n,)`` whether it copies or sets memory.
+        part: ``(n,)`` `Part.number` of each, one of ``BUSY``: messages between devices are collectives.
         busy: time in which anything ran; ``compute``, ``communication`` and ``memory_copy`` likewise.
-        unrecorded: time in which launched work waits although nothing runs: for work that is not in the trace.
+        unrecorded: time in which nothing runs, but work may that is not in the trace: launched work waits for it, or it
+            began before the recording; from the first step on, as long as the longest event.
     """
 
     rows: NDArray[np.int64]
     launched: Column
     moments: Column
-    communicates: NDArray[np.bool_]
-    copies: NDArray[np.bool_]
+    part: NDArray[np.int8]
     busy: Intervals
     compute: Intervals
     communication: Intervals
@@ -68,58 +44,37 @@ class DeviceEvents(msgspec.Struct, frozen=True, kw_only=True):
     unrecorded: Intervals
 
 
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Events by key.
+class Total(NamedTuple):
+    """The events of one key: their number, the sum of their durations, the longest one and its position."""
 
-    Attributes:
-        keys: ``(k,)`` the keys that occur, sorted.
-        counts: ``(k,)`` number of events.
-        sums: ``(k,)`` ns, the sum of their durations.
-        longest: ``(k,)`` position of the longest.
-    """
-
-    keys: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    sums: Column
-    longest: NDArray[np.int64]
+    key: int
+    calls: int
+    ns: int
+    max_ns: int
+    longest: int
 
 
-class DeviceTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Bins of equal length from the first device event's start to the last one's end.
-
-    Attributes:
-        start_ns: Unix time of the first bin's start.
-        stretch_ns: length of a bin in ns.
-        shares: by state (``STATES``) the part of each bin's time, 0 to 1; they add up to 1.
-        steps: number, start and end of each step in bins: 2.5 is the middle of the third.
-    """
-
-    start_ns: int
-    stretch_ns: float
-    shares: dict[str, list[float]]
-    steps: tuple[tuple[int, float, float], ...]
-
-
-def device_events(columns: TraceColumns) -> DeviceEvents:
-    """Return the device events of a trace."""
+def device_events(columns: TraceColumns, parts: NDArray[np.int8], steps: list[Step]) -> DeviceEvents:
+    """Return the device events of a trace with these steps, whose events have these parts."""
     rows = columns.rows(*DEVICE_KINDS)
     rows = rows[np.argsort(columns.starts[rows], kind="stable")]
-    copying = columns.kinds[rows] != Kind.KERNEL
-    by_argument = np.array([event.row for event in columns.collectives if "Collective name" in event.args], np.int64)
-    communicates = (columns.named(_communicates)[columns.names[rows]] | np.isin(rows, by_argument)) & ~copying
+    part = parts[rows]
     launched, busy = launches(columns, rows), columns.when(rows)
+    compute, communication, copied = (columns.when(rows[part == each.number]) for each in BUSY)
     return DeviceEvents(
         rows=rows,
         launched=launched,
         moments=_moments(columns, rows, launched),
-        communicates=communicates,
-        copies=copying,
+        part=part,
         busy=busy,
-        compute=columns.when(rows[~copying & ~communicates]),
-        communication=columns.when(rows[communicates]),
-        memory_copy=columns.when(rows[copying]),
+        compute=compute,
+        communication=communication,
+        memory_copy=copied,
         # A rank that is late keeps the others' devices waiting.
-        unrecorded=_unrecorded(columns, rows, launched, clip(busy, 0, 0) if np.any(communicates) else busy),
+        unrecorded=either(
+            _before(columns, rows, steps),
+            _unrecorded(columns, rows, launched, clip(busy, 0, 0) if len(communication.starts) else busy),
+        ),
     )
 
 
@@ -147,6 +102,14 @@ def _unrecorded(columns: TraceColumns, rows: Column, launched: Column, busy: Int
     is_kept = (calls >= 0) & (kept >= _KEPT_NS) & (~blocks | (kept >= copied))
     begins = np.where(2 * kept >= gaps.ends - gaps.starts, gaps.starts, begins)
     return Intervals(begins[is_kept], gaps.ends[is_kept])
+
+
+def _before(columns: TraceColumns, rows: Column, steps: list[Step]) -> Intervals:
+    """Return the time in the steps in which an event may run that began before the recording."""
+    starts = columns.starts[rows]
+    begins = np.array([step.start for step in steps[:1] if len(rows)], np.int64)
+    longest = np.max(columns.ends[rows] - starts, initial=0)
+    return union(begins, np.minimum(begins + longest, starts[: len(begins)]))
 
 
 def _moments(columns: TraceColumns, rows: Column, launched: Column) -> Column:
@@ -192,46 +155,37 @@ def device_steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step])
     ]
 
 
-def _communicates(name: str) -> bool:
-    if name.startswith(_FUSED):
-        return False
-    function, _, arguments = plain_kernel(name).partition("<")
-    # The arguments of a general kernel name what it computes; only a library's name tells there.
-    return _COMMUNICATES.search(function) is not None or "nccl" in arguments
-
-
-def totals_by(keys: NDArray[np.int32] | NDArray[np.int64], durations: Column) -> Totals:
-    """Sum durations by key."""
+def totals_by(keys: NDArray[np.int32] | NDArray[np.int64], durations: Column) -> list[Total]:
+    """Sum ``(n,)`` durations in ns by key; the keys are sorted."""
     order = np.lexsort((durations, keys))
     found, begins, counts = np.unique(keys[order], return_index=True, return_counts=True)
     sums = np.add.reduceat(durations[order], begins) if len(order) else durations[:0]
-    return Totals(keys=found.astype(np.int64), counts=counts, sums=sums, longest=order[begins + counts - 1])
+    longest = order[begins + counts - 1]
+    columns = (found, counts, sums, durations[longest], longest)
+    return [Total(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def kernels(columns: TraceColumns, device: DeviceEvents) -> tuple[Kernel, ...]:
     """Return all launches by kernel, longest first."""
-    kinds: tuple[KernelKind, ...] = ("compute", "communication", "memory_copy")
-    number = np.where(device.copies, 2, np.where(device.communicates, 1, 0))
-    keys = columns.names[device.rows].astype(np.int64) * len(kinds) + number
-    durations = columns.ends[device.rows] - columns.starts[device.rows]
-    found = totals_by(keys, durations)
-    rows = [
+    kinds: dict[Part, KernelKind] = dict(zip(BUSY, ("compute", "communication", "memory_copy"), strict=True))
+    keys = columns.names[device.rows].astype(np.int64) * len(PARTS) + device.part
+    rows = (
         Kernel(
-            name=columns.name_of[key // len(kinds)],
-            kind=kinds[key % len(kinds)],
-            count=int(count),
-            total_ns=int(total),
-            max_ns=int(durations[longest]),
+            name=columns.name_of[total.key // len(PARTS)],
+            kind=kinds[PARTS[total.key % len(PARTS)]],
+            count=total.calls,
+            total_ns=total.ns,
+            max_ns=total.max_ns,
         )
-        for key, count, total, longest in zip(found.keys, found.counts, found.sums, found.longest, strict=True)
-    ]
+        for total in totals_by(keys, columns.ends[device.rows] - columns.starts[device.rows])
+    )
     return tuple(sorted(rows, key=lambda kernel: (-kernel.total_ns, kernel.name)))
 
 
 def copies(columns: TraceColumns, device: DeviceEvents) -> tuple[Copies, ...]:
     """Return the copies by kind, longest first: Kineto names them ``Memcpy HtoD (Pageable -> Device)``."""
     rows = columns.rows(Kind.MEMORY_COPY)
-    running = _either(device.compute, device.communication)
+    running = either(device.compute, device.communication)
     found: dict[tuple[str, bool | None], list[int]] = defaultdict(list)
     for row, name in zip(rows.tolist(), columns.names[rows].tolist(), strict=True):
         found[copy_kind(columns.name_of[name])].append(row)
@@ -265,39 +219,6 @@ def copy_kind(name: str) -> tuple[str, bool | None]:
     return match[1], True if "pageable" in places else False if "pinned" in places else None
 
 
-def device_timeline(path: Path, stretches: int = 400) -> DeviceTimeline | None:
-    """Read a trace once; None where nothing ran on a device.
-
-    Raises:
-        ArtifactError: the file is missing, damaged or truncated, or no trace.
-    """
-    columns = read_columns(path)
-    device = device_events(columns)
-    if not len(device.busy.starts):
-        return None
-    start, end = int(device.busy.starts[0]), int(device.busy.ends[-1])
-    length = (end - start) / stretches
-    window = Intervals(np.array([start], np.int64), np.array([end], np.int64))
-    idle = difference(window, device.busy)
-    loading = intersection(idle, loading_intervals(columns))
-    parts = {
-        Part.COMPUTE: device.compute,
-        Part.COLLECTIVE: difference(device.communication, device.compute),
-        Part.COPY: difference(device.memory_copy, _either(device.compute, device.communication)),
-        Part.IDLE_DATA: loading,
-        "idle": difference(idle, loading),
-    }
-    edges = np.rint(np.linspace(start, end, stretches + 1)).astype(np.int64)
-    widths = np.maximum(1, np.diff(edges))
-    return DeviceTimeline(
-        start_ns=columns.origin_ns + start,
-        stretch_ns=length,
-        shares={state: (np.diff(length_before(part, edges)) / widths).tolist() for state, part in parts.items()},
-        steps=tuple(
-            (step.number, (step.start - start) / length, (step.end - start) / length) for step in step_spans(columns)
-        ),
-    )
-
-
-def _either(first: Intervals, second: Intervals) -> Intervals:
+def either(first: Intervals, second: Intervals) -> Intervals:
+    """Return the time in at least one of two sets."""
     return union(np.append(first.starts, second.starts), np.append(first.ends, second.ends))

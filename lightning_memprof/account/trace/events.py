@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from functools import cached_property
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +33,8 @@ class Thread(NamedTuple):
     ends: Column
 
 
-class _Makers(NamedTuple):
-    """Rows of the operators that make autograd's nodes, and numbers of the names of their modules."""
-
-    rows: Column
-    modules: Column
+# Rows of the operators that make autograd's nodes, by number of the node, and numbers of their modules' names.
+_Makers: TypeAlias = tuple[Column, Column]
 
 
 class HostEvents:
@@ -82,13 +80,10 @@ class HostEvents:
             self._forward = self._forward or self._makers(rows, module)
         return self._threads[lane]
 
-    def callers(self, rows: Column) -> Column:
-        """Return the row of the innermost operator around each operator, -1 for none."""
-        found = np.full(len(self.operator), -1, np.int64)
-        for lane in np.unique(self._columns.lanes[rows]).tolist():
-            own, parents, _ = self.thread(lane)
-            found[own] = np.where(parents >= 0, self.operator[own[parents]], -1)
-        return found[rows]
+    @cached_property
+    def is_place(self) -> NDArray[np.bool_]:
+        """By number of a name, whether Python of this name is a place in the program."""
+        return self._columns.named(is_place)
 
     def outermost_operators(self, rows: Column) -> Column:
         """Return the row of the outermost operator around each event on its thread, -1 for none."""
@@ -141,18 +136,25 @@ class HostEvents:
 
     def _made(self, rows: Column, runs: NDArray[np.bool_], makers: _Makers) -> Column:
         """Return the module of the operator that made the node of each event that runs one, -1 for none."""
-        sequences = self._columns.sequences[rows]
-        # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
-        order = np.lexsort((self._columns.starts[makers.rows], self._columns.sequences[makers.rows]))
-        numbers = self._columns.sequences[makers.rows][order]
-        last = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
-        numbers, owners = numbers[last], makers.modules[order][last]
-        return np.where(runs, lookup(numbers, owners, sequences), -1)
+        sequences = self._columns.sequences
+        return np.where(runs, lookup(sequences[makers[0]], makers[1], sequences[rows]), -1)
 
     def _makers(self, rows: Column, modules: Column) -> _Makers:
         """Return the operators of a thread that make nodes, with their modules."""
-        makes = (self._columns.sequences[rows] >= 0) & ~self._columns.runs_node[rows]
-        return _Makers(rows[makes], modules[makes])
+        makes = node_makers(self._columns, rows)
+        return rows[makes], modules[makes]
+
+
+def node_makers(columns: TraceColumns, rows: Column) -> Column:
+    """Return the positions in ``rows`` of the operators that make autograd's nodes, by the number of the node.
+
+    Operators read the next sequence number without taking it; the last operator that reads a number takes it.
+    """
+    sequences, starts = columns.sequences[rows], columns.starts[rows]
+    makes = np.flatnonzero((sequences >= 0) & ~columns.runs_node[rows])
+    makes = makes[np.lexsort((starts[makes], sequences[makes]))]
+    found: Column = makes[np.append(sequences[makes][1:] != sequences[makes][:-1], True)[: len(makes)]]
+    return found
 
 
 def is_own_work(name: str) -> bool:
@@ -169,15 +171,14 @@ def is_place(name: str) -> bool:
 
 
 class Places:
-    """The places in the program around events.
+    """The places in the program around events; ``named`` are those of ``HostEvents.is_place``.
 
     Attributes:
         texts: by number: ``train_step (train.py:12)``, and for a call in it ``argsort in train_step (train.py:12)``.
     """
 
-    def __init__(self, columns: TraceColumns) -> None:
-        self._columns = columns
-        self._named: NDArray[np.bool_] = columns.named(is_place)
+    def __init__(self, columns: TraceColumns, named: NDArray[np.bool_]) -> None:
+        self._columns, self._named = columns, named
         self._numbers: dict[tuple[int, int], int] = {}
         self.texts: list[str] = []
 

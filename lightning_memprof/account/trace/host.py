@@ -1,154 +1,146 @@
-"""Operators on the host: their self times, and the operators of a typical step without a device."""
+"""The host's events of a trace by name: operators, calls of the device's runtime, and waits for the device."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections import defaultdict
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.account.ledger.table import NODE
+from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.cold import device_allocations
 from lightning_memprof.account.trace.device import totals_by
 from lightning_memprof.account.trace.events import HostEvents
-from lightning_memprof.account.trace.model import HostOperators, Operator
-from lightning_memprof.account.trace.spans import Step
-from lightning_memprof.read.trace.columns import STEP_NAME, Kind, TraceColumns
-from lightning_memprof.read.trace.intervals import Column, innermost_at, nest, nesting_order, outermost
+from lightning_memprof.account.trace.model import Operator, RuntimeCall, Synchronization
+from lightning_memprof.account.trace.table import EventTable
+from lightning_memprof.read.trace.columns import Kind, TraceColumns
+from lightning_memprof.read.trace.intervals import Column, Intervals, length_within, union
 
-# Finding, checking and calling an operator takes 1 to 10 µs: one that takes no longer computes little.
-_SMALL_NS: Final = 10_000
-# Python goes from one operator to the next in 1 to 10 µs, through a module with hooks in 50: longer is something else.
-_NEAR_NS: Final = 50_000
-_LIGHTNING: Final = re.compile(r"\A\[pl\]\[(?:profile|module)\](?:\[\w+\])?")
-# The prefix of modules that torch's profiler saw with stacks.
-_MODULE: Final = "nn.Module: "
-_MOST_NAMES: Final = 5
+_WORKS: Final = re.compile("Launch|Memcpy|Memset")
+_ASKS: Final = re.compile("Get|Query|Synchroni[sz]e|Create|Destroy|Init|SetDevice", re.IGNORECASE)
+# A wait where the device is done: a copy of one value to the host and its end.
+_READ_NS: Final = 20_000
+# The clocks of host and device agree to some microseconds: a gap may seem to begin this much after the wait's end.
+_SLACK_NS: Final = 5_000
 
 
 def operators(columns: TraceColumns, host: HostEvents) -> tuple[Operator, ...]:
     """Return the operators by name, most self time first; all threads count, and may run at once."""
-    rows = columns.rows(Kind.OPERATOR)
-    durations = columns.ends[rows] - columns.starts[rows]
-    callers = host.callers(rows)
-    inner = callers >= 0
+    rows, durations = columns.rows(Kind.OPERATOR), columns.ends - columns.starts
     self_ns = durations.copy()
-    np.subtract.at(self_ns, np.searchsorted(rows, callers[inner]), durations[inner])
-    np.maximum(self_ns, 0, out=self_ns)
-    alone, whole = totals_by(columns.names[rows], self_ns), totals_by(columns.names[rows], durations)
-    result = [
+    for lane in np.unique(columns.lanes[rows]).tolist():
+        own, parents, _ = host.thread(lane)
+        callers = np.where(parents >= 0, host.operator[own[parents]], -1)
+        called = (callers >= 0) & (columns.kinds[own] == Kind.OPERATOR)
+        np.subtract.at(self_ns, callers[called], durations[own[called]])
+    names, self_ns, durations = columns.names[rows], np.maximum(self_ns[rows], 0), durations[rows]
+    found = (
         Operator(
-            name=columns.name_of[key],
-            count=int(whole.counts[at]),
-            self_ns=int(alone.sums[at]),
-            total_ns=int(whole.sums[at]),
-            max_ns=int(durations[whole.longest[at]]),
+            name=columns.name_of[whole.key],
+            count=whole.calls,
+            self_ns=alone.ns,
+            total_ns=whole.ns,
+            max_ns=whole.max_ns,
         )
-        for at, key in enumerate(whole.keys)
-    ]
-    return tuple(sorted(result, key=lambda operator: (-operator.self_ns, operator.name)))
-
-
-class _Trail(NamedTuple):
-    """One step, divided at its start, at each begin and end of an operator, and at its end.
-
-    Attributes:
-        start: of the step in ns after the trace's origin; ``end`` likewise.
-        stretches: ns, one more than there are begins and ends of operators.
-        inside: whether some operator runs in each stretch.
-        innermost: whether the stretch is the whole of an operator that called no other.
-        rows: the operators by start.
-    """
-
-    start: int
-    end: int
-    stretches: Column
-    inside: NDArray[np.bool_]
-    innermost: NDArray[np.bool_]
-    rows: Column
-
-
-def host_operators(columns: TraceColumns, steps: list[Step]) -> HostOperators | None:
-    """Return a typical step of the thread with most operators; None where no step has operators.
-
-    Of the steps that call the same operators in the same order, each stretch counts with its lower median: if another
-    program on a busy machine interrupts one step, it does not interrupt the next.
-    """
-    called = columns.rows(Kind.OPERATOR)
-    if not len(called) or not steps:
-        return None
-    lane = int(np.argmax(np.bincount(columns.lanes[called])))
-    trails = list(_trails(columns, called[columns.lanes[called] == lane], steps))
-    alike: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
-    for place, trail in enumerate(trails):
-        if len(trail.rows):
-            alike[columns.names[trail.rows].tobytes(), trail.innermost.tobytes()].append(place)
-    if not alike:
-        return None
-    # Where each step calls others, the shortest was interrupted least.
-    chosen = max(alike.values(), key=lambda places: (len(places), -min(trails[at].stretches.sum() for at in places)))
-    first = trails[chosen[0]]
-    typical = np.sort(np.stack([trails[at].stretches for at in chosen]), axis=0)[(len(chosen) - 1) // 2]
-    small, near = first.inside & (typical <= _SMALL_NS), ~first.inside & (typical <= _NEAR_NS)
-    own = first.innermost if np.any(first.innermost) else first.inside
-    if not np.any(own):
-        return None
-    outer = first.rows[outermost(columns.starts[first.rows], columns.ends[first.rows])]
-    recorded = np.flatnonzero(columns.lanes == lane)
-    recorded = recorded[(columns.starts[recorded] >= first.start) & (columns.starts[recorded] < first.end)]
-    names = Counter(columns.name(row).removeprefix(NODE) for row in outer)
-    return HostOperators(
-        steps=len(chosen),
-        step_ns=int(typical.sum()),
-        operators=int(np.count_nonzero(own)),
-        median_ns=int(np.median(typical[own])),
-        small_ns=int(typical[small].sum()),
-        between_ns=int(typical[near].sum()),
-        events=len(recorded),
-        names=tuple(names.most_common(_MOST_NAMES)),
-        places=_places(columns, recorded, outer),
+        for alone, whole in zip(*(totals_by(names, ns) for ns in (self_ns, durations)), strict=True)
     )
+    return tuple(sorted(found, key=lambda operator: (-operator.self_ns, operator.name)))
 
 
-def _trails(columns: TraceColumns, rows: Column, steps: list[Step]) -> Iterator[_Trail]:
-    """Yield the steps; where two overlap, which a program does not do, the overlap belongs to the first."""
-    rows = rows[nesting_order(columns.starts[rows], columns.ends[rows])]
-    starts, reached = columns.starts[rows], steps[0].start
-    for step in steps:
-        begin = max(step.start, reached)
-        if begin < step.end:
-            inside = rows[np.searchsorted(starts, begin) : np.searchsorted(starts, step.end)]
-            yield _trail(columns, inside[columns.ends[inside] <= step.end], begin, step.end)
-            reached = step.end
-
-
-def _trail(columns: TraceColumns, rows: Column, start: int, end: int) -> _Trail:
-    moments = np.concatenate((columns.starts[rows], columns.ends[rows]))
-    begins = np.repeat(np.array([1, -1], np.int8), len(rows))
-    order = np.lexsort((begins, moments))
-    moments, begins = moments[order], begins[order]
-    depth = np.cumsum(begins, dtype=np.int64)
-    return _Trail(
-        start=start,
-        end=end,
-        stretches=np.diff(np.concatenate(([start], moments, [end]))),
-        inside=np.append(False, depth > 0),
-        innermost=np.concatenate(([False], (begins[:-1] > 0) & (begins[1:] < 0), [False] * bool(len(begins)))),
-        rows=rows,
+def calls(columns: TraceColumns, rows: Column) -> tuple[RuntimeCall, ...]:
+    """Return events by name, longest first."""
+    found = (
+        RuntimeCall(
+            name=columns.name_of[total.key],
+            count=total.calls,
+            total_ns=total.ns,
+            max_ns=total.max_ns,
+            longest_start_ns=columns.origin_ns + int(columns.starts[rows[total.longest]]),
+        )
+        for total in totals_by(columns.names[rows], columns.ends[rows] - columns.starts[rows])
     )
+    return tuple(sorted(found, key=lambda call: (-call.total_ns, call.name)))
 
 
-def _places(columns: TraceColumns, recorded: Column, outer: Column) -> tuple[tuple[str, int], ...]:
-    """Count operators by the innermost module, or annotation of the program, around them."""
-    modules = columns.named(lambda name: name.startswith(_MODULE))
-    steps = columns.named(STEP_NAME.match)
-    names, kinds = columns.names[recorded], columns.kinds[recorded]
-    rows = recorded[((kinds == Kind.ANNOTATION) & ~steps[names]) | ((kinds == Kind.PYTHON) & modules[names])]
-    starts = columns.starts[rows]
-    around = innermost_at(nest(starts, columns.ends[rows]), starts, columns.starts[outer])
-    found: Counter[str] = Counter()
-    for name, count in Counter(columns.names[rows[around[around >= 0]]].tolist()).items():
-        found[_LIGHTNING.sub("", columns.name_of[name]).removeprefix(_MODULE)] += count
-    return tuple(found.most_common(_MOST_NAMES))
+def steady_allocations(table: EventTable) -> tuple[RuntimeCall, ...]:
+    """Return the calls that get or return device memory within the steps, without those of a cold start."""
+    columns, ranges = table.columns, table.ranges
+    rows = device_allocations(columns, table.part)
+    rows = rows[(columns.starts[rows] >= ranges[0].start) & (columns.starts[rows] < ranges[-1].end)]
+    return calls(columns, rows[~np.isin(rows, table.cold)])
+
+
+def synchronizations(table: EventTable) -> tuple[Synchronization, ...]:
+    """Return the waits by the operator that made them, those that cost the device most first.
+
+    A wait is a call that returns when the device is done, or a copy from the device to pageable memory.
+    """
+    columns, device, rows = table.columns, table.device, _waits(table)
+    gaps = Intervals(device.busy.ends[:-1], device.busy.starts[1:])
+    places = np.searchsorted(columns.starts[rows], gaps.starts + _SLACK_NS, side="right") - 1
+    caused = places >= 0
+    if len(rows):
+        behind = device.launched[np.searchsorted(columns.starts[device.rows], gaps.ends)]
+        # Work launched before the wait began was queued: its gap is not the wait's.
+        caused &= (behind >= 0) & (columns.starts[behind] >= columns.starts[rows[places]])
+        caused &= columns.ends[rows[places]] + _SLACK_NS >= gaps.starts
+    # The host would wait for a batch that is loaded after a wait in any case.
+    others = union(*map(np.append, table.loading, device.unrecorded))
+    lengths = gaps.ends - gaps.starts - length_within(others, gaps.starts, gaps.ends)
+    cost, worst = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    np.add.at(cost, places[caused], lengths[caused])
+    np.maximum.at(worst, places[caused], lengths[caused])
+    durations = columns.ends[rows] - columns.starts[rows]
+    busy = length_within(device.busy, columns.starts[rows], columns.ends[rows])
+    own = _hidden(np.maximum(busy, np.minimum(durations, _READ_NS)), cost)
+    around = table.host.outermost_operators(rows)
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, (row, operator) in enumerate(zip(rows.tolist(), around.tolist(), strict=True)):
+        members[columns.name_of[columns.names[operator if operator >= 0 else row]]].append(i)
+    result = []
+    for name, mine in members.items():
+        longest = rows[mine[int(np.argmax(worst[mine] if np.any(worst[mine]) else durations[mine]))]]
+        result.append(
+            Synchronization(
+                name=name,
+                count=len(np.unique(np.where(around[mine] >= 0, around[mine], rows[mine]))),
+                total_ns=int(durations[mine].sum()),
+                gap_ns=int(cost[mine].sum()),
+                longest_gap_ns=int(worst[mine].max()),
+                longest_start_ns=columns.origin_ns + int(columns.starts[longest]),
+                busy_ns=int(busy[mine].sum()),
+                own_ns=int(own[mine].sum()),
+            )
+        )
+    return tuple(sorted(result, key=lambda wait: (-wait.gap_ns, -wait.total_ns, wait.name)))
+
+
+def _hidden(saved: Column, gaps: Column) -> Column:
+    """Return the part of the gap after each wait that work queued ahead would hide if no wait held the host.
+
+    Without a wait the host is ahead by the time that it saves there, and by the rest of its lead from before.
+
+    Args:
+        saved: ``(n,)`` ns that the host would save at each wait, by start.
+        gaps: ``(n,)`` ns that the device is idle after each.
+    """
+    change = np.cumsum(saved - gaps)
+    lead = change - np.minimum(np.minimum.accumulate(change), 0)
+    hidden: Column = np.append(0, lead)[:-1] + saved - lead
+    return hidden
+
+
+def _waits(table: EventTable) -> NDArray[np.int64]:
+    columns, device = table.columns, table.device
+    to_host = columns.named(lambda name: name.startswith("Memcpy DtoH") and "Pageable" in name)
+    copied = device.launched[to_host[columns.names[device.rows]]]
+    waits = (table.part == Part.IDLE_SYNCHRONIZATION.number) & (columns.kinds == Kind.RUNTIME)
+    rows = np.unique(np.append(np.flatnonzero(waits), copied[copied >= 0]))
+    return rows[np.argsort(columns.starts[rows], kind="stable")]
+
+
+def gives_work(call: str) -> bool:
+    """Return whether a call gives a device something to do; a program of the CPU may ask for properties of a GPU."""
+    return bool(_WORKS.search(call) if call.startswith(("cu", "hip")) else not _ASKS.search(call))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -58,22 +57,6 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     def end_ns(self) -> int:
         """End of the last call."""
         return max((int(lane.ends.max()) for lane in self.lanes), default=0)
-
-    def self_times(self) -> Counter[tuple[str, ...]]:
-        """Return self time in ns by path: the lane, and the calls from the outermost to the one itself."""
-        paths: Counter[tuple[str, ...]] = Counter()
-        for lane in self.lanes:
-            path: list[str] = [lane.title]
-            before = 0
-            for call in lane.calls():
-                if len(path) > 1:
-                    paths[tuple(path)] += call.at_ns - before
-                before = call.at_ns
-                if call.is_begin:
-                    path.append(self.names[call.name])
-                else:
-                    path.pop()
-        return Counter({path: ns for path, ns in paths.items() if ns > 0})
 
 
 def read_lanes(path: Path) -> Lanes:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
-from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning_memprof.account.ledger.model import TimeLedger
-    from lightning_memprof.account.parts import Part
-    from lightning_memprof.read.trace.communication import Collective
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.parts import Part
+from lightning_memprof.read.trace.communication import Collective
 
 KernelKind = Literal["compute", "communication", "memory_copy"]
 _MOSTLY = 0.5
@@ -36,26 +32,10 @@ class GpuTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(GpuTimes, frozen=True, kw_only=True):
-    """The same within the steps (``ProfilerStep#N`` on the host), with the time in which batches were loaded.
-
-    ``data_loading_exposed_ns`` is the part of it in which no device was busy, None if not computed.
-    """
+    """The same within the steps (``ProfilerStep#N`` on the host), with the time in which batches were loaded."""
 
     data_loading_ns: int
     mean_step_ns: int
-    data_loading_exposed_ns: int | None = None
-
-
-class Steady(msgspec.Struct, frozen=True, kw_only=True):
-    """A step outside windows.
-
-    Of ``step_ns`` the device works for ``busy_ns``; for ``others_ns`` it waits for what the host does beside the passes
-    and the optimizer: data, transfers, hooks, callbacks, logging.
-    """
-
-    step_ns: int
-    busy_ns: int
-    others_ns: int
 
 
 class TraceStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +73,7 @@ class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
         example: operator, call, range or place in the program with the largest share, ``example_share``.
         launches: whether device work is launched inside the example.
         apart: the one with most of the time in which none is launched, ``apart_ns``.
-        long_count: number of the longest gaps that have half of the time, each of ``long_ns`` or more; 0 where that is
-            not computed.
+        long_ns: half of the time is in gaps of this length or more.
     """
 
     cause: Part
@@ -107,7 +86,6 @@ class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
     launches: bool = False
     apart: str = ""
     apart_ns: int = 0
-    long_count: int = 0
     long_ns: int = 0
 
     @property
@@ -193,31 +171,6 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True):
     longest_start_ns: int | None = None
 
 
-class HostOperators(msgspec.Struct, frozen=True, kw_only=True):
-    """A typical step on a host without a device: its operators, and the Python between them.
-
-    Attributes:
-        steps: number of steps that the typical step was made from.
-        step_ns: duration of the step.
-        operators: number of operators that call no other; ``median_ns`` is their median duration.
-        small_ns: time in operators, in stretches so short that the call takes as long as the computation.
-        between_ns: time between operators, in short stretches.
-        events: number of events recorded in the step; recording each takes time as well.
-        names: count of operators that the program called, by name, highest first.
-        places: the same by the innermost module or range around them.
-    """
-
-    steps: int
-    step_ns: int
-    operators: int
-    median_ns: int
-    small_ns: int
-    between_ns: int
-    events: int
-    names: tuple[tuple[str, int], ...]
-    places: tuple[tuple[str, int], ...]
-
-
 class Loads(msgspec.Struct, frozen=True, kw_only=True):
     """The stretches of a trace in which a batch was loaded, in ns."""
 
@@ -262,7 +215,8 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
         start_ns: Unix time of the first event; counts from 0 where the trace has no base time.
         end_ns: the same of the last event's end.
         events: number of events in the file.
-        gpu_window: from the first device event's start to the last one's end; None without a device event.
+        gpu_window: from the first device event's start to the last one's end, without steps to the end of a graph's
+            capture behind it; None without a device event.
         step_window: from the first step's start to the last one's end; None without steps or without a device event.
         steps: each step once, by number.
         kernels: by total time, longest first.
@@ -270,10 +224,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
             later; else None.
         ahead_steps_ns: the time that the device takes for each of them, in order; else empty.
         is_sample: whether most events are missing from the file, so that idle times are unknown.
-        outside: number of launches outside the steps by kernel, where there are steps.
         idle: by total time, longest first.
-        unsure_ns: idle time before the first device event in which an event may run that began before the recording,
-            and is missing: as long as the longest one. It has no cause.
         runtime_calls: by total time, longest first.
         collectives: by total time, longest first.
         copies: by total time, longest first.
@@ -282,11 +233,8 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
             empty where it has one, or nothing shows it.
         synchronizations: by ``gap_ns``, longest first.
         profiler_overhead: events of the profiler's own work (category ``overhead``) by name, longest first.
-        allocator_spans: start and end of each call that gets device memory from the driver or gives it back
-            (``cudaMalloc``, ``cudaFree``, ``cuMemCreate``, ``hipMalloc``, ...) by start; at most 10,000, the longest.
         operators: of a trace without a device event, most self time first.
         recorded_with: enabled options: ``with_stack``, ``profile_memory``, ``record_shapes``.
-        host_operators: of a trace with steps and without a device event, else None.
         program: the recorded program.
         loads: loading of batches, in the whole trace.
         host_events: number of events of the program's threads: operators, ranges, Python functions, runtime calls.
@@ -295,7 +243,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
         arrivals: start and end of each collective by start, without point-to-point operations; at most 20,000.
         host_ledger: the owners of the training thread's time in the steps, None without an operator.
         device_ledger: the owners of the device's time in the steps, None without a device event.
-        steady: the step that the device ledger, idle times and gaps are of; None where they are those of the recording.
+        is_steady: whether device ledger, idle times and gaps are those of a step outside windows, not of the recording.
     """
 
     file: Path
@@ -317,10 +265,8 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[tuple[int, int], ...] = ()
     synchronizations: tuple[Synchronization, ...] = ()
     profiler_overhead: tuple[RuntimeCall, ...] = ()
-    allocator_spans: tuple[tuple[int, int], ...] = ()
     recorded_with: tuple[str, ...] = ()
     operators: tuple[Operator, ...] = ()
-    host_operators: HostOperators | None = None
     program: Program = Program()
     loads: Loads = Loads()
     host_events: int = 0
@@ -328,22 +274,17 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: tuple[Collective, ...] = ()
     host_ledger: TimeLedger | None = None
     device_ledger: TimeLedger | None = None
-    steady: Steady | None = None
+    is_steady: bool = False
     devices_busy_ns: tuple[int, ...] = ()
-    outside: Mapping[str, int] = {}
     ahead_window: StepTimes | None = None
     ahead_steps_ns: tuple[int, ...] = ()
     is_sample: bool = False
-    unsure_ns: int = 0
     device_use: str = ""
 
     @property
     def window(self) -> GpuTimes | None:
         """The time that the causes of idle time are of: the steps, else the first device event to the last."""
-        window = self.gpu_window if self.steady is not None else self.work_window or self.gpu_window
-        if window is None or not self.unsure_ns or self.steady is not None:
-            return window
-        return replace(window, window_ns=window.window_ns - self.unsure_ns, idle_ns=window.idle_ns - self.unsure_ns)
+        return self.gpu_window if self.is_steady else self.work_window or self.gpu_window
 
     @property
     def work_window(self) -> StepTimes | None:

@@ -17,6 +17,7 @@ from lightning_memprof.artifacts.manifest import RunFacts
 from lightning_memprof.artifacts.naming import TraceName, table_name
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.read.run.model import ArtifactFile, Run
+from lightning_memprof.read.run.problems import Problem
 from lightning_memprof.units import quoted
 
 _WIDTH: Final = 12
@@ -145,8 +146,6 @@ def ensure_operator_tables(run: Run) -> Run:
     A missing table is computed from the traces and written beside them, but never outside of the run: a run from
     somebody else may name any place. Where that fails, the run is returned with a problem that gives the reason.
     """
-    from lightning_memprof.read.run.problems import Problem
-
     traces: dict[Path, list[ArtifactFile]] = defaultdict(list)
     for trace in run.files("trace"):
         if (path := table_path(trace.file)) is not None:
@@ -159,8 +158,7 @@ def ensure_operator_tables(run: Run) -> Run:
     problems = list(run.problems)
     for table, sources in traces.items():
         rank = sources[0].rank
-        present = [artifact for artifact in artifacts if artifact.type == "table" and artifact.state == "present"]
-        if any(artifact.rank == rank for artifact in present):
+        if any((found.type, found.state, found.rank) == ("table", "present", rank) for found in artifacts):
             continue
         try:
             if not table.exists():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -16,32 +16,16 @@ from lightning_memprof.account.ledger.device import device_account
 from lightning_memprof.account.ledger.host import host_ledger
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.collectives import trace_collectives
-from lightning_memprof.account.trace.device import (
-    DeviceEvents,
-    copies,
-    kernels,
-)
-from lightning_memprof.account.trace.host import host_operators, operators
-from lightning_memprof.account.trace.idle import (
-    allocator_spans,
-    call_part,
-    calls,
-    gives_work,
-    steady_allocations,
-    synchronizations,
-)
+from lightning_memprof.account.trace.device import DeviceEvents, copies, kernels
+from lightning_memprof.account.trace.host import calls, gives_work, operators, steady_allocations, synchronizations
 from lightning_memprof.account.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
 from lightning_memprof.account.trace.spans import Step, skips_calls
-from lightning_memprof.account.trace.table import event_table
+from lightning_memprof.account.trace.table import EventTable, event_table
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.trace.columns import HOST_KINDS, Kind, Progress, TraceColumns, read_columns
-from lightning_memprof.read.trace.communication import trace_arrivals
 from lightning_memprof.read.trace.intervals import Intervals, clip, intersection, length, length_within
 from lightning_memprof.units import format_ns
 
-_RANK: Final = re.compile(r"['\"]rank['\"]\s*:\s*(\d{1,9})\b")
-_WORLD: Final = re.compile(r"['\"]world_size['\"]\s*:\s*(\d{1,9})\b")
-_DEVICE: Final = re.compile(r"['\"]id['\"]\s*:\s*(\d{1,9})\s*,\s*['\"]name['\"]\s*:\s*['\"]([^'\"]*)['\"]")
 _OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
 # Names that tell a program: Lightning's ranges, what the compiler makes, backward and the optimizer.
 _LIGHTNING: Final = ("[pl]", "[Strategy]", "[LightningModule]", "[Callback]")
@@ -58,6 +42,7 @@ _ON_DEVICE: Final = re.compile(r"aten::_?(?:thnn_)?(?:cudnn|miopen|cuda|fused_dr
 # A rank arrives at a few hundred collectives in a step.
 _MOST_ARRIVALS: Final = 20_000
 _LARGEST_RANK: Final = 1 << 31
+_LATEST: Final = int(np.iinfo(np.int64).max)
 _NO_RANK: Final = "no rank: torch writes it if a process group exists when the recording ends"
 
 
@@ -72,55 +57,47 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
     table, name = event_table(read_columns(path, progress)), TraceName.parse(path.name)
-    columns, device, steps, timed = table.columns, table.device, table.steps, table.working
-    loading, window = table.loading, table.window
-    rank, world_size = recorded_rank(columns.metadata), _number(columns.metadata, "world_size", _WORLD)
-    devices, capabilities = zip(*_devices(columns, device), strict=True) if len(device.rows) else ((), ())
-    account = device_account(table)
+    columns, device, steps, loading = table.columns, table.device, table.steps, table.loading
+    window, is_sample = table.gpu, skips_calls(columns)
+    device_use = "" if window else _device_use(columns)
+    rank, world_size = recorded_number(columns.metadata, "rank"), recorded_number(columns.metadata, "world_size")
+    devices, capabilities, busy = zip(*_devices(columns, device), strict=True) if len(device.rows) else ((), (), ())
+    device_ledger, idle = device_account(table)
     return TraceReport(
         file=path,
         rank=rank,
         world_size=world_size,
         devices=devices,
         capabilities=capabilities,
-        devices_busy_ns=_busy(columns, device),
+        devices_busy_ns=busy if len(busy) > 1 else (),
         start_ns=columns.origin_ns + (int(np.min(columns.starts)) if len(columns.starts) else 0),
         end_ns=columns.origin_ns + (int(np.max(columns.ends)) if len(columns.ends) else 0),
         events=columns.events,
-        gpu_window=GpuTimes(**_times(device, *window)) if window else None,
-        step_window=_step_times(device, steps, loading) if window and steps else None,
-        ahead_window=None if timed == steps else _step_times(device, timed, loading),
-        ahead_steps_ns=() if timed == steps else tuple(step.end - step.start for step in timed),
+        gpu_window=GpuTimes(**_times(device, window)) if window else None,
+        step_window=_step_times(table, steps),
+        ahead_window=_step_times(table, table.ahead),
+        ahead_steps_ns=tuple(step.end - step.start for step in table.ahead),
         steps=_steps(columns, device, steps, loading),
         kernels=kernels(columns, device),
-        is_sample=skips_calls(columns),
-        device_use="" if window else _device_use(columns),
-        outside=_outside(columns, device, steps),
-        idle=account.idle if account and _has_runtime(columns) else (),
-        unsure_ns=account.unsure_ns if account else 0,
+        is_sample=is_sample,
+        device_use=device_use,
+        idle=idle if _has_runtime(columns) else (),
         runtime_calls=calls(columns, columns.rows(Kind.RUNTIME)),
         collectives=trace_collectives(columns, device, table.collectives),
         copies=copies(columns, device),
-        missing=tuple(_missing(rank, columns, device, steps)),
-        synchronizations=synchronizations(columns, device, table.host),
+        missing=tuple(_missing(rank, table, device_use, is_sample=is_sample)),
+        synchronizations=synchronizations(table),
         profiler_overhead=calls(columns, columns.rows(Kind.OVERHEAD)),
-        allocator_spans=allocator_spans(columns),
         recorded_with=tuple(option for option in _OPTIONS if columns.metadata.get(option)),
         operators=() if window else operators(columns, table.host),
-        host_operators=None if window else host_operators(columns, steps),
-        program=_program(columns, device),
+        program=_program(table),
         loads=_loads(loading),
         host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
-        steady_allocations=steady_allocations(columns, table.ranges, table.cold) if window else (),
-        arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
+        steady_allocations=steady_allocations(table) if window else (),
+        arrivals=table.arrivals[:_MOST_ARRIVALS],
         host_ledger=host_ledger(table, name.stage if name else "fit"),
-        device_ledger=account.ledger if account else None,
+        device_ledger=device_ledger,
     )
-
-
-def recorded_rank(metadata: dict[str, Any]) -> int | None:
-    """Return the global rank that a trace's metadata has, None where they have none."""
-    return _number(metadata, "rank", _RANK)
 
 
 def of_rank(report: TraceReport, rank: int) -> TraceReport:
@@ -135,21 +112,21 @@ def _loads(loading: Intervals) -> Loads:
     return Loads(count=len(durations), total_ns=int(durations.sum()), max_ns=int(durations.max(initial=0)))
 
 
-def _program(columns: TraceColumns, device: DeviceEvents) -> Program:
+def _program(table: EventTable) -> Program:
+    columns = table.columns
     names, kinds = columns.name_of, columns.kinds
     optimizer = next((match[1] for name in names if (match := _OPTIMIZER.match(name))), "")
     loop = "" if any(_AT_ONCE.search(name) for name in names) else optimizer
-    runtime = np.unique(columns.names[columns.rows(Kind.RUNTIME)]).tolist()
     return Program(
         is_lightning=any(name.startswith(_LIGHTNING) for name in names),
         is_compiled=any(name.startswith(_COMPILED) for name in names),
-        has_graphs=any(call_part(names[name]) == Part.IDLE_GRAPH for name in runtime),
+        has_graphs=bool(np.any(table.part == Part.IDLE_GRAPH.number)),
         has_stacks=bool(np.any(kinds == Kind.PYTHON)),
         # Kernels alone do not tell.
         trains=not np.any(kinds == Kind.OPERATOR) or any(_TRAINS.search(name) for name in names),
         is_ddp=not np.any(kinds == Kind.OPERATOR) or any(map(_DDP.match, names)) or _reduces_in_backward(columns),
         loop_optimizer=loop,
-        loop_ns=_optimizer_ns(columns, device) if loop else 0,
+        loop_ns=_optimizer_ns(columns, table.device) if loop else 0,
     )
 
 
@@ -164,7 +141,7 @@ def _optimizer_ns(columns: TraceColumns, device: DeviceEvents) -> int:
     """Return the time of the kernels that compute and that the steps of optimizers launched."""
     steps = columns.when(columns.rows_named(_OPTIMIZER.match, Kind.ANNOTATION, Kind.OPERATOR))
     inside = length_within(steps, device.moments, device.moments + 1) > 0
-    return length(columns.when(device.rows[inside & ~device.communicates & ~device.copies]))
+    return length(columns.when(device.rows[inside & (device.part == Part.COMPUTE.number)]))
 
 
 def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loading: Intervals) -> tuple[TraceStep, ...]:
@@ -177,31 +154,21 @@ def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loadi
     owners = np.searchsorted(starts, device.moments, side="right") - 1
     order = np.argsort(owners, kind="stable")
     bounds = np.searchsorted(owners[order], np.arange(len(steps) + 1))
-    found = []
-    for step, begin, end in zip(steps, bounds[:-1], bounds[1:], strict=True):
-        rows = device.rows[order[begin:end]]
-        busy = length(columns.when(rows)) if len(device.rows) else None
-        found.append(
-            TraceStep(
-                number=step.number,
-                start_ns=columns.origin_ns + step.start,
-                duration_ns=step.end - step.start,
-                busy_ns=busy,
-                data_loading_ns=length(clip(loading, step.start, step.end)),
-            )
+    found = (
+        TraceStep(
+            number=step.number,
+            start_ns=columns.origin_ns + step.start,
+            duration_ns=step.end - step.start,
+            busy_ns=length(columns.when(device.rows[order[begin:end]])) if len(device.rows) else None,
+            data_loading_ns=length(clip(loading, step.start, step.end)),
         )
+        for step, begin, end in zip(steps, bounds[:-1], bounds[1:], strict=True)
+    )
     return tuple(sorted(found, key=lambda step: (step.number, step.start_ns)))
 
 
-def _outside(columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> dict[str, int]:
-    if not steps:
-        return {}
-    outside = (device.moments < steps[0].start) | (device.moments >= max(step.end for step in steps))
-    names, counts = np.unique(columns.names[device.rows[outside]], return_counts=True)
-    return {columns.name_of[name]: count for name, count in zip(names.tolist(), counts.tolist(), strict=True)}
-
-
-def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:
+def _times(device: DeviceEvents, spans: list[Step]) -> dict[str, int]:
+    start, end = spans[0].start, max(span.end for span in spans)
     busy, compute, communication, copied = (
         clip(each, start, end) for each in (device.busy, device.compute, device.communication, device.memory_copy)
     )
@@ -219,29 +186,26 @@ def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:
     }
 
 
-def _step_times(device: DeviceEvents, steps: list[Step], loading: Intervals) -> StepTimes:
-    start, end = min(step.start for step in steps), max(step.end for step in steps)
-    loading = clip(loading, start, end)
+def _step_times(table: EventTable, steps: list[Step]) -> StepTimes | None:
+    if not steps or not len(table.device.rows):
+        return None
+    loading = clip(table.loading, steps[0].start, max(step.end for step in steps))
     return StepTimes(
-        **_times(device, start, end),
+        **_times(table.device, steps),
         data_loading_ns=length(loading),
-        data_loading_exposed_ns=length(loading) - length(intersection(loading, device.busy)),
         mean_step_ns=round(sum(step.end - step.start for step in steps) / len(steps)),
     )
 
 
-def _number(metadata: dict[str, Any], key: str, pattern: re.Pattern[str]) -> int | None:
-    """Return a number of `distributedInfo`; some programs write it as the text of a Python dictionary."""
+def recorded_number(metadata: dict[str, Any], key: Literal["rank", "world_size"]) -> int | None:
+    """Return the global rank, or the number of ranks, that a trace's metadata has, None where they have none."""
     found = metadata.get("distributedInfo")
-    if isinstance(found, str):
-        match = pattern.search(found)
-        return int(match[1]) if match else None
     number = found.get(key) if isinstance(found, dict) else None
     return number if isinstance(number, int) and 0 <= number < _LARGEST_RANK else None
 
 
-def _devices(columns: TraceColumns, device: DeviceEvents) -> list[tuple[str, tuple[int, int]]]:
-    """Return name and compute capability of the devices with events; one without a name has its number.
+def _devices(columns: TraceColumns, device: DeviceEvents) -> list[tuple[str, tuple[int, int], int]]:
+    """Return name, compute capability and busy ns of the devices with events; one without a name has its number.
 
     Where the program sees only some devices (HIP_VISIBLE_DEVICES), ROCm writes their numbers on the machine at events,
     and those in the program at properties: devices that are all alike are known without their numbers.
@@ -251,56 +215,46 @@ def _devices(columns: TraceColumns, device: DeviceEvents) -> list[tuple[str, tup
     if isinstance(properties, list):
         for each in properties:
             if isinstance(each, dict):
-                known[str(each.get("id"))] = (str(each.get("name")), _capability(each))
-    elif isinstance(properties, str):
-        known = {number: (name, (0, 0)) for number, name in _DEVICE.findall(properties)}
-    lanes = np.unique(columns.lanes[device.rows])
-    found = sorted({str(columns.lane_of[lane][0]) for lane in lanes})
+                major, minor = each.get("computeMajor"), each.get("computeMinor")
+                capability = (major, minor) if isinstance(major, int) and isinstance(minor, int) else (0, 0)
+                known[str(each.get("id"))] = (str(each.get("name")), capability)
     alike = set(known.values())
     unlisted = alike.pop() if len(alike) == 1 else None
-    return [known.get(number) or unlisted or (f"device {number}", (0, 0)) for number in found]
-
-
-def _busy(columns: TraceColumns, device: DeviceEvents) -> tuple[int, ...]:
-    """Return the busy time of each device, in the order of `_devices`, if there are several."""
     numbers = np.array([str(pid) for pid, *_ in columns.lane_of])[columns.lanes[device.rows]]
-    found = np.unique(numbers)
-    return tuple(length(columns.when(device.rows[numbers == number])) for number in found) if len(found) > 1 else ()
+    return [
+        (
+            *(known.get(number) or unlisted or (f"device {number}", (0, 0))),
+            length(columns.when(device.rows[numbers == number])),
+        )
+        for number in np.unique(numbers).tolist()
+    ]
 
 
-def _capability(properties: dict[str, Any]) -> tuple[int, int]:
-    match properties.get("computeMajor"), properties.get("computeMinor"):
-        case int() as major, int() as minor:
-            return major, minor
-    return 0, 0
-
-
-def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> list[str]:
+def _missing(rank: int | None, table: EventTable, device_use: str, *, is_sample: bool) -> list[str]:
+    columns, device = table.columns, table.device
     missing = []
     if not len(columns.starts):
         missing.append("no events with a duration")
     if not len(device.rows):
-        missing.append(_without_device(columns))
-    if not steps:
+        missing.append(
+            f"no device events, although the host {device_use}: record the device's activities too"
+            if device_use
+            else "no device events: recorded on a CPU, or without the device's activities"
+        )
+    if not table.steps:
         missing.append("no steps: call the profiler's `step()` once per step, and `ProfilerStep#N` appears")
     if rank is None:
         missing.append(_NO_RANK)
-    if skips_calls(columns):
+    if is_sample:
         missing.append("most events: the numbers of its runtime calls have large gaps, so that idle times are unknown")
-    if len(device.unrecorded.starts):
+    if len(device.rows) and (kept_ns := length(clip(device.unrecorded, int(device.busy.starts[0]), _LATEST))):
         missing.append(
-            f"work that takes up to {format_ns(length(device.unrecorded))}, for which launched work waits: it is of "
+            f"work that takes up to {format_ns(kept_ns)}, for which launched work waits: it is of "
             "another process, or was launched before the recording"
         )
     if len(device.rows) and not _has_runtime(columns):
         missing.append("no calls of the device's runtime: the causes of idle time are unknown")
     return missing
-
-
-def _without_device(columns: TraceColumns) -> str:
-    if not (use := _device_use(columns)):
-        return "no device events: recorded on a CPU, or without the device's activities"
-    return f"no device events, although the host {use}: record the device's activities too"
 
 
 def _device_use(columns: TraceColumns) -> str:

@@ -1,8 +1,7 @@
-"""Spans of a trace: its steps, the time in which batches are loaded, and the launches of its device events."""
+"""Spans of a trace: its steps, and the launches of its device events."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Final, NamedTuple
 
@@ -11,8 +10,6 @@ import numpy as np
 from lightning_memprof.read.trace.columns import DEVICE_KINDS, STEP_NAME, Kind, TraceColumns
 from lightning_memprof.read.trace.intervals import Column, Intervals, length_within, lookup
 
-# torch's own range around a loader's `__next__`, and Lightning's around fetching a batch.
-_LOADING: Final = re.compile(r"enumerate\(DataLoader\)|\[pl\]\[profile\].*dataloader_next\Z")
 _MIN_GAPS: Final = 100
 _SKIPPED: Final = 20
 _FOLLOWING: Final = 0.01
@@ -28,13 +25,10 @@ class Step(NamedTuple):
     number: int
 
 
-def is_loading(name: str) -> bool:
-    """Whether a range waits for a batch, or makes one."""
-    return _LOADING.match(name) is not None
-
-
-def step_spans(columns: TraceColumns) -> list[Step]:
+def step_spans(columns: TraceColumns, loading: Intervals) -> list[Step]:
     """Return each step once, by start: the same range on a device's lane is not another step.
+
+    ``loading`` is the time in which batches are loaded.
 
     The steps of several processes in one file overlap: those of the process with the highest number of them count.
 
@@ -61,19 +55,19 @@ def step_spans(columns: TraceColumns) -> list[Step]:
         steps[-1] = last._replace(end=reach)
     if len(steps) < 2:
         return steps
-    last, worked = steps[-1], columns.starts[_work_calls(columns)]
+    last, worked = steps[-1], columns.starts[_work_calls(columns, loading)]
     is_empty = np.any(worked < last.start) and not np.any((worked >= last.start) & (worked < last.end))
     return steps[:-1] if is_empty else steps
 
 
-def _work_calls(columns: TraceColumns) -> Column:
+def _work_calls(columns: TraceColumns, loading: Intervals) -> Column:
     """Return the rows of the calls that launched device work; without any, of operators that make no batch."""
     calls = columns.rows(Kind.RUNTIME)
     linked = columns.correlations[columns.rows(*DEVICE_KINDS)]
     calls = calls[np.isin(columns.correlations[calls], linked[linked != 0])]
     if len(calls):
         return calls
-    operators, loading = columns.rows(Kind.OPERATOR), loading_intervals(columns)
+    operators = columns.rows(Kind.OPERATOR)
     starts = columns.starts[operators]
     makes_batch = length_within(loading, starts, starts + 1) > 0
     return operators[~makes_batch]
@@ -93,11 +87,6 @@ def skips_calls(columns: TraceColumns) -> bool:
     gaps //= np.gcd.reduce(gaps)
     low, middle, high = np.percentile(gaps, (25, 50, 75))
     return bool(middle >= _SKIPPED and np.mean(gaps == 1) < _FOLLOWING and high >= _SCATTERED * low)
-
-
-def loading_intervals(columns: TraceColumns) -> Intervals:
-    """Return the time in which the training process waited for a batch, or made one."""
-    return columns.when(columns.rows_named(is_loading, Kind.ANNOTATION))
 
 
 def launches(columns: TraceColumns, rows: Column) -> Column:

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -17,7 +17,7 @@ from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.sources.memory import NATIVE, NO_CUDA, allocator_backend
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.logs import logger_of
-from lightning_memprof.schedule import Mark, Point, Window
+from lightning_memprof.schedule import Mark, Window
 from lightning_memprof.units import format_bytes
 
 log = logger_of(__name__)
@@ -32,17 +32,14 @@ _open_contexts: Final[list[object]] = []
 # Stands for start_memory_history() among them, until the last context ends.
 _EARLY: Final = object()
 
-Dumps = Literal["last_end", "every_end", "every_start_and_end"]
 
-
-def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python", "all"] = "python") -> None:
+def start_memory_history(*, max_entries: int = _MAX_ENTRIES) -> None:
     """Record the CUDA allocator's history from now on; call it before the model is built, for instance.
 
     The first window's :class:`AllocatorHistory` writes the recorded history and stops it.
 
     Args:
         max_entries: number of events to keep.
-        stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
 
     Raises:
         ConfigError: there is no CUDA device, or its allocator keeps no history.
@@ -53,7 +50,7 @@ def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["py
         raise ConfigError(f"start_memory_history(): {reason}; remove the call, or use the native allocator")
     if _EARLY not in _open_contexts:
         _open_contexts.append(_EARLY)
-    _start_memory_history(max_entries, stacks)
+    _start_memory_history(max_entries)
 
 
 def _without_history(device: torch.device) -> str | None:
@@ -63,36 +60,39 @@ def _without_history(device: torch.device) -> str | None:
     return None if backend == NATIVE else f"the {backend} allocator keeps no history"
 
 
-def _start_memory_history(max_entries: int, stacks: Literal["python", "all"]) -> None:
+def _start_memory_history(max_entries: int) -> None:
     from lightning_memprof.capture.torch_internals import _record_memory_history
 
     # The stack of a free would discard the exception that ends a checkpoint's recomputation: then the training ends
     # with `SystemError: run_backward returned NULL` (torch 2.11 with Python 3.12). The analysis needs none.
-    wanted: dict[str, Any] = {"enabled": "all", "context": "alloc", "stacks": stacks, "max_entries": max_entries}
+    # The symbols of C++ frames take minutes to resolve.
+    wanted: dict[str, Any] = {"enabled": "all", "context": "alloc", "stacks": "python", "max_entries": max_entries}
     known = inspect.signature(_record_memory_history).parameters
     _record_memory_history(**{key: value for key, value in wanted.items() if key in known})
 
 
 @contextmanager
-def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python", "all"] = "python") -> Iterator[None]:
+def memory_history(*, max_entries: int = _MAX_ENTRIES) -> Iterator[None]:
     """Record the CUDA allocator's history while the context is open.
 
-    Contexts may nest and overlap: the first one starts the history, with its ``max_entries`` and ``stacks``, and the
-    last one stops it, which clears it. Write snapshots inside the context. A history that the program itself records
-    is used as it is and stays on.
+    Contexts may nest and overlap: the first one starts the history, with its ``max_entries``, and the last
+    one stops it, which clears it. Write snapshots inside the context. A history that the program itself records is used
+    as it is and stays on.
 
     Args:
         max_entries: number of events to keep.
-        stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
     """
-    if _is_recording():
+    from lightning_memprof.capture.torch_internals import _cuda_isHistoryEnabled, _record_memory_history
+
+    # Before CUDA is initialized, torch's question ends the process.
+    if torch.cuda.is_initialized() and _cuda_isHistoryEnabled():  # type: ignore[no-untyped-call]
         if not _open_contexts:
             yield
             return
     elif _EARLY in _open_contexts:
         _open_contexts.remove(_EARLY)  # the program has stopped it
     if set(_open_contexts) <= {_EARLY}:
-        _start_memory_history(max_entries, stacks)
+        _start_memory_history(max_entries)
     context = object()
     _open_contexts.append(context)
     try:
@@ -102,20 +102,7 @@ def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python",
         if set(_open_contexts) <= {_EARLY}:
             _open_contexts.clear()
             with suppress(RuntimeError):
-                _stop_memory_history()
-
-
-def _is_recording() -> bool:
-    from lightning_memprof.capture.torch_internals import _cuda_isHistoryEnabled
-
-    # Before CUDA is initialized it ends the process.
-    return torch.cuda.is_initialized() and _cuda_isHistoryEnabled()  # type: ignore[no-untyped-call]
-
-
-def _stop_memory_history() -> None:
-    from lightning_memprof.capture.torch_internals import _record_memory_history
-
-    _record_memory_history(enabled=None)
+                _record_memory_history(enabled=None)
 
 
 def write_snapshot(
@@ -135,19 +122,17 @@ def write_snapshot(
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorHistory(Collector):
-    """Snapshots of the CUDA allocator with the Python stack of every allocation, for pytorch.org/memory_viz.
+    """A snapshot of the CUDA allocator with the Python stack of every allocation, for pytorch.org/memory_viz.
+
+    It is written at the end of a window's last step. `FunctionMemory(allocator_snapshots=...)` writes more.
 
     Args:
-        dumps: at the end of a window's last step, at the end of every recorded step, or at the start and end of each.
         max_entries: number of events to keep; older events are overwritten.
-        stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
     """
 
     name: ClassVar[str] = _NAME
 
-    dumps: Dumps = "last_end"
     max_entries: int = _MAX_ENTRIES
-    stacks: Literal["python", "all"] = "python"
 
     def unavailable(self, run: RunContext) -> str | None:
         """Return a reason on other devices and with other allocators: only CUDA's native one has a history."""
@@ -157,28 +142,18 @@ class AllocatorHistory(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Start the history, write snapshots at the configured marks, and at the end write one, then stop."""
+        """Start the history, write a snapshot at the end of the last recorded step, and stop it."""
         last: Mark | None = None
-        dumped = True
-
-        def dump(mark: Mark, edge: Literal["start", "end"]) -> None:
-            name = SnapshotName(rank=run.rank, function=run.function, number=mark.step + 1, edge=edge)
-            write_snapshot(run, str(name), window.index)
 
         def on_mark(mark: Mark) -> None:
-            nonlocal last, dumped
-            if not mark.recorded:
-                return
-            last, dumped = mark, False
-            if mark.point is Point.STEP_START and self.dumps == "every_start_and_end":
-                dump(mark, "start")
-            elif mark.point is Point.STEP_END and self.dumps != "last_end":
-                dump(mark, "end")
-                dumped = True
+            nonlocal last
+            if mark.recorded:
+                last = mark
 
-        with memory_history(max_entries=self.max_entries, stacks=self.stacks):
+        with memory_history(max_entries=self.max_entries):
             try:
                 yield on_mark
             finally:
-                if last is not None and not dumped:
-                    dump(last, "end")
+                if last is not None:
+                    name = SnapshotName(rank=run.rank, function=run.function, number=last.step + 1, edge="end")
+                    write_snapshot(run, str(name), window.index)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from lightning_memprof.artifacts.naming import StatsFormat, functions_name
-from lightning_memprof.artifacts.series import encode_rows
+import psutil
+
+from lightning_memprof.artifacts.naming import Edge, SnapshotName, StatsFormat, functions_name
+from lightning_memprof.artifacts.series import FunctionRow, columns_of, encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
-from lightning_memprof.capture.collectors.allocator_history import memory_history
-from lightning_memprof.capture.function_rows import CallNumber, Counting, FunctionRows, write_memory_stats
+from lightning_memprof.capture.collectors.allocator_history import memory_history, write_snapshot
+from lightning_memprof.capture.function_rows import stats_key, write_memory_stats
 from lightning_memprof.capture.sources.call_memory import CallMemory, UserHooks
+from lightning_memprof.capture.sources.memory import memory_stats
 from lightning_memprof.capture.sources.methods import IN_COMPILED, marked_methods, method_calls, unsupported_method
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Mark, Point, Window
+
+if TYPE_CHECKING:
+    from lightning_memprof.capture.sources.call_memory import Forwards
+    from lightning_memprof.capture.sources.methods import MethodCall
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,6 @@ class FunctionMemory(Collector):
         calls: record these calls of each function, independently of the schedule; ``number`` is then the call's. None
             records the windows' steps, and ``number`` is the step + 1.
         user_hooks: your own hooks.
-        retain_hooks_for: with ``calls``, the hooks are removed when these functions are done; empty is all functions.
     """
 
     name: ClassVar[str] = "functions"
@@ -86,7 +95,6 @@ class FunctionMemory(Collector):
     dump_pickle: bool = False
     calls: CallRange | None = None
     user_hooks: UserHooks | None = None
-    retain_hooks_for: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Validate the names.
@@ -94,7 +102,7 @@ class FunctionMemory(Collector):
         Raises:
             ConfigError: an option for names is a string, or contains something else.
         """
-        for option in ("functions", "allocator_snapshots", "retain_hooks_for"):
+        for option in ("functions", "allocator_snapshots"):
             value = getattr(self, option)
             if isinstance(value, bool) and option == "allocator_snapshots":
                 continue
@@ -106,9 +114,10 @@ class FunctionMemory(Collector):
         """Return a reason if a name is not a method of the model, or snapshots are requested without CUDA."""
         if self.allocator_snapshots and run.device.type != "cuda":
             return f"allocator_snapshots needs CUDA, and the model is on {run.device}"
-        reasons = [reason for name in self._names(run) if (reason := unsupported_method(run.model, name))]
+        names = _names(self, run)
+        reasons = [reason for name in names if (reason := unsupported_method(run.model, name))]
         missing = [reason for reason in reasons if not reason.endswith(IN_COMPILED)]
-        if missing or (reasons and len(reasons) == len(self._names(run))):
+        if missing or (reasons and len(reasons) == len(names)):
             return "; ".join(missing or reasons)
         return None
 
@@ -118,25 +127,14 @@ class FunctionMemory(Collector):
         if self.calls is not None:
             yield None
             return
-        steps = _Steps()
-        guard = partial(run.guarded, collector=self.name, window=window)
-        memory = self._memory(run, guard)
-        rows = FunctionRows(run, memory, Counting(steps.number, self._has_snapshots), guard, window)
+        recording = _Recording(run, self, window)
         try:
-            with ExitStack() as stack:
-                if self.allocator_snapshots:
-                    stack.enter_context(memory_history())
-                stack.callback(memory.close)
-                stack.callback(rows.finish)
-                self._report(run, memory.open(), window)
-                for name in self._supported_names(run, window):
-                    stack.enter_context(method_calls(run.model, name, rows))
-                stack.enter_context(marked_methods(rows))
-                yield steps.on_mark
+            with recording:
+                recording.observe()
+                recording.open_hooks()
+                yield recording.on_mark
         finally:
-            if rows.rows:
-                run.sink.write_rows(window, self.name, rows.rows)
-                write_memory_stats(run.sink, self.name, rows.stats, self._forms())
+            recording.write()
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
@@ -144,132 +142,219 @@ class FunctionMemory(Collector):
         if self.calls is None:
             yield None
             return
-        counted = _CountedCalls(run, self, self.calls)
-        counted.open()
+        recording = _CountedCalls(run, self, self.calls)
         try:
-            yield counted.on_step
+            with recording:
+                recording.observe()
+                yield recording.on_step
         finally:
-            counted.close()
+            recording.write()
 
-    def _names(self, run: RunContext) -> tuple[str, ...]:
-        aliases = {} if run.stage == "fit" else {"training_step": run.function}
-        return tuple(dict.fromkeys(aliases.get(name, name) for name in self.functions))
 
-    def _supported_names(self, run: RunContext, window: Window | None) -> list[str]:
-        # Compiled methods are recognized only until the first one is wrapped: all are checked before.
-        return [name for name in self._names(run) if not self._report(run, unsupported_method(run.model, name), window)]
+def _names(settings: FunctionMemory, run: RunContext) -> tuple[str, ...]:
+    aliases = {} if run.stage == "fit" else {"training_step": run.function}
+    return tuple(dict.fromkeys(aliases.get(name, name) for name in settings.functions))
 
-    def _memory(self, run: RunContext, guard: Callable[..., Any]) -> CallMemory:
-        return CallMemory(
-            run, guard, memory=self.memory_hooks, saved_tensors=self.saved_tensors_hooks, user=self.user_hooks
+
+class _Number(NamedTuple):
+    """A call's number in file names, from 1, and its place in the run; None if unknown."""
+
+    number: int
+    step: int | None
+    global_step: int | None
+
+
+@dataclass(eq=False, kw_only=True)
+class _Call:
+    number: _Number
+    depth: int
+    thread: int
+    thread_name: str | None
+    is_named: bool
+    measured: Forwards | None = None
+
+
+class _Recording(ExitStack):
+    """The functions while their calls are recorded; the rows and the hooks end with the context.
+
+    A ``MethodListener``: it collects a row for each start and each end of a call.
+
+    Args:
+        run: of the collector.
+        settings: the collector.
+        window: its window; None for the whole run.
+    """
+
+    def __init__(self, run: RunContext, settings: FunctionMemory, window: Window | None) -> None:
+        super().__init__()
+        guard = partial(run.guarded, collector=settings.name, window=window)
+        self.names: set[str] = set()
+        self.memory = CallMemory(
+            run,
+            guard,
+            memory=settings.memory_hooks,
+            saved_tensors=settings.saved_tensors_hooks,
+            user=settings.user_hooks,
         )
+        self.start, self.end = guard(self._start), guard(self._end)
+        self._run = run
+        self._settings = settings
+        self._window = window
+        self._now: _Number | None = None
+        self._thread = get_ident()
+        self._process = psutil.Process()
+        self._rows: list[dict[str, Any]] = []
+        # The same values by the key of the stats file, for the first call under each number.
+        self._stats: dict[str, dict[str, Any]] = {}
+        self._named: dict[tuple[str, int], MethodCall] = {}
+        self._open: dict[MethodCall, _Call] = {}
+        self._depths: Counter[int] = Counter()
+        self._is_finished = False
 
-    def _has_snapshots(self, function: str) -> bool:
-        wanted = self.allocator_snapshots
-        return wanted if isinstance(wanted, bool) else function in wanted
+    def observe(self) -> None:
+        """Wrap the functions."""
+        run = self._run
+        if self._settings.allocator_snapshots:
+            self.enter_context(memory_history())
+        self.callback(self.memory.close)
+        self.callback(self._finish)
+        wanted = _names(self._settings, run)
+        # Compiled methods are recognized only until the first one is wrapped: all are checked before.
+        self.names = {name for name in wanted if not self._report(unsupported_method(run.model, name))}
+        for name in wanted:
+            if name in self.names:
+                self.enter_context(method_calls(run.model, name, self))
+        self.enter_context(marked_methods(self))
 
-    def _forms(self) -> list[StatsFormat]:
-        forms: list[tuple[StatsFormat, bool]] = [("yaml", self.dump_yaml), ("pickle", self.dump_pickle)]
-        return [form for form, wanted in forms if wanted]
-
-    def _report(self, run: RunContext, reason: str | None, window: Window | None) -> bool:
-        """Write a reason to the manifest, in the first window only; return whether there is one."""
-        if reason is not None and (window is None or window.index == 0):
-            run.note_unavailable(self.name, reason)
-        return reason is not None
-
-
-class _Steps:
-    """Numbers calls by the step + 1, in recorded steps."""
-
-    def __init__(self) -> None:
-        self._now: CallNumber | None = None
+    def open_hooks(self) -> None:
+        """Add the hooks of this thread."""
+        self._report(self.memory.open())
 
     def on_mark(self, mark: Mark) -> None:
+        """Number the calls of recorded steps by the step."""
         if mark.point is Point.STEP_START and mark.recorded:
-            self._now = CallNumber(mark.step + 1, mark.step, mark.global_step)
+            self._now = _Number(mark.step + 1, mark.step, mark.global_step)
         elif mark.point is Point.STEP_END:
             self._now = None
 
-    def number(self, _function: str) -> CallNumber | None:
+    def write(self) -> None:
+        """Write the rows, once."""
+        sink, settings, name = self._run.sink, self._settings, self._settings.name
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        if self._window is not None:
+            sink.write_rows(self._window, name, rows)
+        else:
+            path = sink.place.directory / functions_name(sink.rank)
+            sink.write_text(ArtifactSpec(path=path, type="series", collector=name), encode_rows(rows))
+        forms: tuple[tuple[StatsFormat, bool], ...] = ("yaml", settings.dump_yaml), ("pickle", settings.dump_pickle)
+        write_memory_stats(sink, name, self._stats, [form for form, is_wanted in forms if is_wanted])
+
+    def _number(self, function: str) -> _Number | None:  # noqa: ARG002 for overriding
+        """Return the number of a call that starts; None omits it."""
         return self._now
 
+    def _ended(self, function: str, number: int) -> None:
+        """Handle the recorded end of a call."""
 
-class _CountedCalls:
-    """Functions that are recorded by call number: during the whole run, each until its last call is done."""
+    def _start(self, call: MethodCall) -> None:
+        if self._is_finished or (number := self._number(call.function)) is None:
+            return
+        thread = get_ident()
+        entry = _Call(
+            number=number,
+            depth=self._depths[thread],
+            thread=thread,
+            thread_name=None if thread == self._thread else threading.current_thread().name,
+            is_named=self._named.setdefault((call.function, number.number), call) is call,
+        )
+        self._snapshot(call.function, entry, "start")
+        entry.measured = self.memory.start(call)
+        try:
+            self._add(call, entry, "start")
+        except BaseException:
+            self.memory.end(entry.measured)
+            raise
+        self._depths[thread] += 1
+        self._open[call] = entry
+
+    def _end(self, call: MethodCall) -> None:
+        entry = self._open.pop(call, None)
+        if entry is None:
+            return
+        self._depths[entry.thread] -= 1
+        self.memory.end(entry.measured)
+        self._add(call, entry, "end")
+        self.memory.reset()
+        self._snapshot(call.function, entry, "end")
+        self._ended(call.function, entry.number.number)
+
+    def _finish(self) -> None:
+        """End the open calls and record no further ones."""
+        self._is_finished = True
+        for call in reversed(list(self._open)):
+            self._end(call)
+
+    def _add(self, call: MethodCall, entry: _Call, edge: Edge) -> None:
+        size = self._process.memory_info()
+        values = memory_stats(self._run.device)
+        values |= {"rss": size.rss, "vms": size.vms, **self.memory.values(entry.measured)}
+        row = FunctionRow(
+            step=entry.number.step,
+            global_step=entry.number.global_step,
+            point=edge,
+            recorded=True,
+            time_ns=time.perf_counter_ns() + self._run.unix_offset_ns,
+            function=call.function,
+            number=entry.number.number,
+            depth=entry.depth,
+            thread=entry.thread_name,
+            raised=call.raised,
+        )
+        self._rows.append(columns_of(row) | values)
+        if entry.is_named:
+            self._stats[stats_key(self._run.rank, call.function, entry.number.number, edge)] = values
+
+    def _snapshot(self, function: str, entry: _Call, edge: Edge) -> None:
+        wanted = self._settings.allocator_snapshots
+        if entry.is_named and (wanted if isinstance(wanted, bool) else function in wanted):
+            name = SnapshotName(rank=self._run.rank, function=function, number=entry.number.number, edge=edge)
+            write_snapshot(self._run, str(name), None if self._window is None else self._window.index)
+
+    def _report(self, reason: str | None) -> bool:
+        """Write a reason to the manifest, in the first window only; return whether there is one."""
+        if reason is not None and (self._window is None or self._window.index == 0):
+            self._run.note_unavailable(self._settings.name, reason)
+        return reason is not None
+
+
+class _CountedCalls(_Recording):
+    """Functions that are recorded by call number: during the whole run, until their last calls are done."""
 
     def __init__(self, run: RunContext, settings: FunctionMemory, calls: CallRange) -> None:
-        guard = partial(run.guarded, collector=settings.name)
-        self._run = run
-        self._settings = settings
+        super().__init__(run, settings, None)
         self._calls = calls
-        self._memory = settings._memory(run, guard)  # noqa: SLF001 part of the collector
-        counting = Counting(self._number, settings._has_snapshots, self._ended)  # noqa: SLF001 part of the collector
-        self._rows = FunctionRows(run, self._memory, counting, guard, None)
         self._counts: dict[str, Iterator[int]] = {}
-        self._observed: dict[str, AbstractContextManager[None]] = {}
-        self._waits_for: set[str] = set()
-        self._has_hooks = True
-        self._shared = ExitStack()
-        self._thread = get_ident()
         self._step: int | None = None
         self._is_done = False
-        self._is_written = False
-
-    def open(self) -> None:
-        settings, model = self._settings, self._run.model
-        if settings.allocator_snapshots:
-            self._shared.enter_context(memory_history())
-        self._shared.enter_context(marked_methods(self._rows))
-        for name in settings._supported_names(self._run, None):  # noqa: SLF001 part of the collector
-            self._observed[name] = method_calls(model, name, self._rows)
-            self._observed[name].__enter__()
-        self._waits_for = {*settings.retain_hooks_for} & {*self._observed} or {*self._observed}
 
     def on_step(self, record: StepRecord) -> None:
         self._step = record.step + 1
         if self._is_done:
-            self._write()
+            self.write()
 
-    def close(self) -> None:
-        with ExitStack() as stack:
-            stack.callback(self._write)
-            stack.callback(self._memory.close)
-            stack.push(self._shared)
-            for observed in self._observed.values():
-                stack.push(observed)
-            self._observed = {}
-
-    def _number(self, function: str) -> CallNumber | None:
+    def _number(self, function: str) -> _Number | None:
         number = next(self._counts.setdefault(function, itertools.count(1)))
         if not self._calls.first <= number <= self._calls.last:
             return None
-        if self._has_hooks and not self._memory.is_open and get_ident() == self._thread:
-            self._settings._report(self._run, self._memory.open(), None)  # noqa: SLF001 part of the collector
-        return CallNumber(number, self._step, getattr(self._run.model, "global_step", None))
+        if not self.memory.is_open and get_ident() == self._thread:
+            self.open_hooks()
+        return _Number(number, self._step, getattr(self._run.model, "global_step", None))
 
     def _ended(self, function: str, number: int) -> None:
-        if number < self._calls.last:
-            return
-        if (observed := self._observed.pop(function, None)) is None:
-            return
-        observed.__exit__(None, None, None)
-        self._waits_for.discard(function)
-        if not self._waits_for:
-            self._has_hooks = False
-            self._memory.close()
-        if not self._observed:
-            self._shared.close()
-            self._is_done = True
-
-    def _write(self) -> None:
-        if self._is_written:
-            return
-        self._is_written = True
-        self._rows.finish()
-        if not (rows := self._rows.rows):
-            return
-        sink, name = self._run.sink, self._settings.name
-        path = sink.place.directory / functions_name(sink.rank)
-        sink.write_text(ArtifactSpec(path=path, type="series", collector=name), encode_rows(rows))
-        write_memory_stats(sink, name, self._rows.stats, self._settings._forms())  # noqa: SLF001 part of the collector
+        if number >= self._calls.last and function in self.names:
+            self.names.remove(function)
+            if not self.names:
+                self._is_done = True
+                self.close()

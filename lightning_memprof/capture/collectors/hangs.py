@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from time import perf_counter_ns
@@ -33,7 +33,8 @@ from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.loader_workers import counted_workers, stuck_workers
 from lightning_memprof.capture.sources.assignments import is_library
-from lightning_memprof.capture.threads import calls_of_error, calls_of_thread, line_of, running_threads
+from lightning_memprof.capture.sources.proc import read_file
+from lightning_memprof.capture.threads import calls_of_error, calls_of_thread, is_program, line_of, running_threads
 from lightning_memprof.capture.torch_internals import _dump_fr_trace_json, _dump_nccl_trace_json
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.packages import PACKAGES
@@ -41,12 +42,10 @@ from lightning_memprof.units import format_ns, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from lightning_memprof.artifacts.series import SeriesRow
-    from lightning_memprof.capture.base import OnException, OnMark, OnStep, RunContext, StepRecord
+    from lightning_memprof.capture.base import OnException, OnStep, RunContext, StepRecord
     from lightning_memprof.capture.threads import Call
-    from lightning_memprof.schedule import Window
 
 
 _SECOND_NS: Final = 1_000_000_000
@@ -72,7 +71,6 @@ _ABORTED: Final = "hang_aborted"
 # As EX_TEMPFAIL of sysexits.h: to be tried again.
 ABORTED: Final = 75
 _LAST_COLLECTIVES: Final = 100
-_OURS: Final = "lightning_memprof"
 _LOADER: Final = "torch.utils.data.dataloader"
 _VALIDATION: Final = ".loops.evaluation_loop"
 
@@ -110,10 +108,6 @@ class Hangs(Collector):
             )
         self._seconds = max_step_seconds
         self._aborts = on_hang == "abort"
-
-    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002
-        """Record nothing per window."""
-        return nullcontext(None)
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
@@ -209,7 +203,7 @@ class _Watch:
     def _limit(self) -> int:
         # Other than iterating, copying a deque is one step for other threads.
         durations = self._durations.copy()
-        is_usual = self._run.progress.is_usual
+        is_usual = self._run.is_usual
         return step_limit(durations, self._longest_unusual, self._limit_ns, is_usual=is_usual)
 
     def _watch(self) -> None:
@@ -233,7 +227,7 @@ class _Watch:
         asked, row = self.reports.asked(), self._place()
         limit = self._limit()
         # The clock of a step that has ended is that of the last one until the next one starts.
-        start = 0 if row.waited_ns is None else self._clock_start()
+        start = 0 if row.waited_ns is None else self._run.clock.start_ns
         is_late = bool(start) and (row.waited_ns or 0) > limit
         kind = "hang" if is_late else "asked" if asked else ""
         if not kind or (start and start == self._reported_ns and kind == self._reported):
@@ -241,7 +235,7 @@ class _Watch:
         with self._reporting:
             self._reported_ns, self._reported = start, kind
             # Set before it is compared: a step that ends from here on waits for the report.
-            if start and (start == self._ended_ns or start != self._clock_start()):
+            if start and (start == self._ended_ns or start != self._run.clock.start_ns):
                 self._reported_ns = 0
                 return
             row.kind, row.limit_ns, self._reported_at_ns = kind, limit, perf_counter_ns()
@@ -250,7 +244,7 @@ class _Watch:
     def _abort(self) -> None:
         """End the process if its step has not ended since its report, or if another rank's has not."""
         with self._reporting:
-            is_stuck = self._reported == "hang" and 0 < self._reported_ns == self._clock_start()
+            is_stuck = self._reported == "hang" and 0 < self._reported_ns == self._run.clock.start_ns
         aborted = self.reports.aborted
         # Until then all ranks have reported.
         is_due = is_stuck and perf_counter_ns() - self._reported_at_ns > 2 * self._longest_sleep * _SECOND_NS
@@ -264,16 +258,11 @@ class _Watch:
             # No cleanup: it would wait for the other ranks.
             os._exit(ABORTED)
 
-    def _clock_start(self) -> int:
-        clock = self._run.progress.clock
-        return 0 if clock is None else clock.start_ns
-
     def _place(self) -> HangRow:
         """Return the step and the phase at this moment; between steps the step that comes next."""
-        progress = self._run.progress
-        position, clock, now = progress.position, progress.clock, perf_counter_ns()
+        position, clock, now = self._run.position, self._run.clock, perf_counter_ns()
         row = HangRow(kind="heartbeat", time_ns=now + self._run.unix_offset_ns)
-        if position is None or clock is None or clock.start_ns == self._ended_ns:
+        if position is None or clock.start_ns == self._ended_ns:
             row.step, row.phase = self._step + bool(self._ended_ns), "between_steps"
         else:
             row.step, row.global_step, row.phase = position.step, position.global_step, clock.phase()
@@ -330,10 +319,9 @@ class _Reports:
     def exception(self, error: BaseException) -> bool:
         """Write where an exception was raised; ended by Ctrl-C or a signal a rank has not failed."""
         if isinstance(error, Exception):
-            progress = self._run.progress
-            position, clock = progress.position, progress.clock
+            position, clock = self._run.position, self._run.clock
             row = HangRow(kind="exception", time_ns=perf_counter_ns() + self._run.unix_offset_ns, error=describe(error))
-            if position is not None and clock is not None:
+            if position is not None:
                 row.step, row.global_step, row.phase = position.step, position.global_step, clock.phase(raised=True)
                 row.waited_ns = perf_counter_ns() - clock.start_ns
             _set_place(row, calls_of_error(error))
@@ -401,11 +389,8 @@ def _host() -> str:
 
 def _state(pid: int) -> str:
     """Return whether a process is ``running``, ``stopped`` by a signal, or ``gone``; source: proc(5)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
-    except OSError:
-        return "gone"
-    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "running")
+    state = read_file(f"/proc/{pid}/stat").rpartition(b") ")[2][:1]
+    return {b"T": "stopped", b"t": "stopped", b"Z": "gone", b"X": "gone", b"": "gone"}.get(state, "running")
 
 
 def _collectives() -> Iterator[SeriesRow]:
@@ -474,22 +459,16 @@ def _place(calls: Iterable[Call]) -> tuple[str | None, str | None]:
         package = str(names.get("__name__", "")).partition(".")[0]
         if found is not None and package in PACKAGES:
             return found
-        if found is None and _is_program(call):
+        if found is None and is_program(call):
             line = line_of(call)
             source = linecache.getline(code.co_filename, line).strip()
             found = f"{Path(code.co_filename).name}:{line} in {code.co_name}", source or None
     return None, None
 
 
-def _is_program(call: Call) -> bool:
-    code, _, names = call
-    file, package = code.co_filename, str(names.get("__name__", "")).partition(".")[0]
-    return package != _OURS and not file.startswith("<") and not is_library(file)
-
-
 def _waits_for_loader(calls: Iterable[Call]) -> bool:
     """Return whether a DataLoader waits, not the program in a fetch of this process."""
-    within = takewhile(lambda call: not _is_program(call), calls)
+    within = takewhile(lambda call: not is_program(call), calls)
     return any(names.get("__name__") == _LOADER for _, _, names in within)
 
 

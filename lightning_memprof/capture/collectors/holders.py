@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -15,7 +15,7 @@ from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow, StepRecord
 from lightning_memprof.capture.census import Census, large_objects, take_census, thawed
 from lightning_memprof.capture.sources.growth import grown_holders
-from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, without_statistics
+from lightning_memprof.capture.sources.memory import memory_stats, without_statistics
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.units import MIB
 
@@ -59,7 +59,7 @@ class Holders(Collector):
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:  # noqa: ARG002 its steps are marked
         """Compare the start and the end of a window that asks for it."""
-        asked, run.progress.holders_asked = run.progress.holders_asked, False
+        asked, run.holders_asked = run.holders_asked, False
         if not asked:
             yield None
             return
@@ -78,20 +78,18 @@ class Holders(Collector):
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Search when growth is seen, and at the end of a run with growth."""
-        with closing(ResidentSize()) as resident:
-            growth = _Growth(run, resident, self._seconds)
-            yield growth.step
-            # The frames of an exception would hold tensors.
-            if sys.exc_info()[0] is None:
-                growth.end()
+        growth = _Growth(run, self._seconds)
+        yield growth.step
+        # The frames of an exception would hold tensors.
+        if sys.exc_info()[0] is None:
+            growth.end()
 
 
 class _Growth:
     """Follows the memory of one run."""
 
-    def __init__(self, run: RunContext, resident: ResidentSize, seconds: float) -> None:
+    def __init__(self, run: RunContext, seconds: float) -> None:
         self._run = run
-        self._resident = resident
         self._seconds = seconds
         self._every_ns = _HOST_NS if without_statistics(run.device) is not None else _DEVICE_NS
         self._due_ns = 0
@@ -114,13 +112,13 @@ class _Growth:
         if self._settling > 0:
             self._settling -= 1
             if self._settling == 0 and self._last is not None:
-                self._shift = self._read() - self._last
+                self._shift = self._read(record.step) - self._last
             return
         if record.start_ns < self._due_ns:
             return
         self._due_ns = record.start_ns + self._every_ns
         self._step = record.step
-        used = self._last = self._read() - self._shift
+        used = self._last = self._read(record.step) - self._shift
         if self._level is None or used < self._level < sys.maxsize:
             self._level = used
         elif self._before is None:
@@ -138,8 +136,8 @@ class _Growth:
         if self._last - self._counted >= least or self._searches:
             self._search(self._last)
 
-    def _read(self) -> int:
-        return self._resident.read() + (_device_bytes(self._run) or 0)
+    def _read(self, step: int) -> int:
+        return self._run.resident.after_step(step) + (_device_bytes(self._run) or 0)
 
     def _count(self, used: int) -> None:
         with self._charged():
@@ -155,7 +153,8 @@ class _Growth:
             self._searched = used - self._counted
             self._searches += 1
             rows = _search(self._run, self._before, self._step, self._seconds, asked=False)
-            if self._before is not None and self._before.large is None and _is_unexplained(rows):
+            is_explained = not any(row.kind in ("remainder", "free memory") for row in rows)
+            if self._before is not None and self._before.large is None and not is_explained:
                 large = {id(value): size for value, size in large_objects(_LARGE)}
                 self._before = replace(self._before, large=large)
 
@@ -167,7 +166,7 @@ class _Growth:
             yield
         finally:
             spent_ns = perf_counter_ns() - began
-            self._run.progress.charge(Holders.name, spent_ns)
+            self._run.charge(Holders.name, spent_ns)
             self._run.note_pause(spent_ns)
 
 
@@ -190,12 +189,11 @@ def _parameters(run: RunContext) -> set[int]:
 @thawed()
 def _census(run: RunContext, step: int) -> Census | None:
     """Count the objects; None in a program with too many, which is noted."""
-    with closing(ResidentSize()) as resident:
-        try:
-            return take_census(step, resident.read(), _device_bytes(run), _parameters(run))
-        except SkipWindow as reason:
-            run.note_unavailable(Holders.name, str(reason))
-            return None
+    try:
+        return take_census(step, run.resident.read(), _device_bytes(run), _parameters(run))
+    except SkipWindow as reason:
+        run.note_unavailable(Holders.name, str(reason))
+        return None
 
 
 @thawed()
@@ -204,19 +202,11 @@ def _search(run: RunContext, before: Census | None, step: int, seconds: float, *
     if before is None or now is None:
         return []
     rows = grown_holders(before, now, run.model, seconds, _parameters(run))
-    _write(run, rows, step, asked=asked)
-    return rows
-
-
-def _is_unexplained(rows: list[HolderRow]) -> bool:
-    return any(row.kind in ("remainder", "free memory") for row in rows)
-
-
-def _write(run: RunContext, rows: list[HolderRow], step: int, *, asked: bool) -> None:
-    """Append the result of a search to the run's file; also one that found nothing: it replaces an earlier one."""
     path = run.sink.place.directory / holders_name(run.rank)
+    # Also where nothing was found: it replaces an earlier result.
     for row in rows or [HolderRow(kind="nothing", step=step)]:
         row.asked = asked or None
         with path.open("a", encoding="utf-8") as file:
             file.write(encode_rows([columns_of(row)]))
     run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector=Holders.name))
+    return rows

@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import time
-from array import array
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from types import FunctionType
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from torch.compiler import is_compiling
 
 from lightning_memprof.artifacts.series import HookRow, LineRow
-from lightning_memprof.capture.base import Collector, OnMark, unix_offset_ns
+from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.threads import LineSampler
 from lightning_memprof.capture.torch_internals import (
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     # Returns the action name for a call of this object's method, or None if the call is not reported.
     ActionOf = Callable[[Any], str | None]
 
-_CAPACITY: Final = 4096
 _STEP: Final = "step"
 # The action of the collectors' work at a mark.
 _MARK: Final = "[MemProfiler]"
@@ -81,58 +79,41 @@ class HookTimings(Collector):
             ):
                 yield on_mark
         finally:
-            if rows := log.rows():
-                run.sink.write_rows(window, self.name, rows)
-            if lines := sampler.rows():
-                run.sink.write_rows(window, LineRow.series, lines)
+            run.sink.write_rows(window, self.name, log.rows())
+            run.sink.write_rows(window, LineRow.series, sampler.rows())
 
 
 class ActionLog:
-    """Starts and stops of actions in preallocated storage; nothing is computed while they are recorded.
+    """Starts and stops of actions; nothing is computed while they are recorded.
 
     A stop is a negative time. Recording one costs about 0.2 µs.
 
     Args:
-        offset_ns: of the run, see :class:`RunContext`; None reads it now.
+        offset_ns: of the run, see :class:`RunContext`.
     """
 
-    def __init__(self, offset_ns: int | None = None) -> None:
-        self._names: list[str] = [""] * _CAPACITY
-        self._times = array("q", bytes(8 * _CAPACITY))
-        self._used = 0
+    def __init__(self, offset_ns: int) -> None:
+        # Name and time of each event, added in one call: a signal may come between two.
+        self._log: list[Any] = []
         self._marks: dict[int, Mark] = {}
-        self._offset_ns = unix_offset_ns() if offset_ns is None else offset_ns
+        self._offset_ns = offset_ns
 
     def start(self, name: str) -> None:
         """Record the start of an action."""
-        used = self._used
-        if used == len(self._names):
-            self._grow()
-        self._names[used] = name
-        self._times[used] = time.perf_counter_ns()
-        self._used = used + 1
+        self._log.extend((name, time.perf_counter_ns()))
 
     def stop(self, name: str) -> None:
         """Record the end of an action."""
-        used = self._used
-        if used == len(self._names):
-            self._grow()
-        self._names[used] = name
-        self._times[used] = -time.perf_counter_ns()
-        self._used = used + 1
+        self._log.extend((name, -time.perf_counter_ns()))
 
     def mark(self, mark: Mark) -> None:
-        """Record a mark at the time of this call: other collectors got it earlier."""
-        used = self._used
-        self._marks[used] = mark
+        """Record a mark at its time, the start of a step at the time of this call: other collectors got it earlier."""
+        self._marks[len(self._log) // 2] = mark
         if mark.point is Point.STEP_START:
             self.start(_STEP)
-            return
-        if mark.point is Point.STEP_END:
-            self.stop(_STEP)
         else:
-            self.stop(_MARK + mark.point.value)
-        self._times[used] = self._offset_ns - mark.time_ns
+            name = _STEP if mark.point is Point.STEP_END else _MARK + mark.point.value
+            self._log.extend((name, self._offset_ns - mark.time_ns))
 
     def rows(self) -> list[HookRow]:
         """Return one row per action in order of start: its step, name, start, duration and depth.
@@ -145,11 +126,11 @@ class ActionLog:
         rows: list[HookRow] = []
         open_rows: list[HookRow] = []
         mark: Mark | None = None
-        for index in range(self._used):
+        times = self._log[1::2]
+        for index, (name, moment) in enumerate(zip(self._log[::2], times, strict=True)):
             here = self._marks.get(index)
             mark = here or mark
-            name, moment = self._names[index], self._times[index]
-            following = abs(self._times[index + 1]) if index + 1 < self._used else None
+            following = abs(times[index + 1]) if index + 1 < len(times) else None
             if here is not None and name.startswith(_MARK):
                 if following is not None:
                     row = _row(here, name, offset - moment, len(open_rows) - 1)
@@ -163,10 +144,6 @@ class ActionLog:
                 rows.append(row)
                 open_rows.append(row)
         return [row for row in rows if row.duration_ns is not None]
-
-    def _grow(self) -> None:
-        self._names.extend([""] * len(self._names))
-        self._times.extend(self._times)
 
 
 def _row(mark: Mark, action: str, start_ns: int, depth: int) -> HookRow:
@@ -199,15 +176,12 @@ def timed_parts(parts: Iterable[TimedPart], start: Report, stop: Report) -> Iter
     is_open = [True]
     actions: dict[tuple[type, str], dict[int, str]] = {}
 
-    def of_instance(action: str) -> ActionOf:
-        return lambda _: action if is_open and get_ident() == thread else None
+    def of_instance(action: str, _: Any) -> str | None:
+        return action if is_open and get_ident() == thread else None
 
-    def of_class(known: dict[int, str]) -> ActionOf:
-        def action_of(owner: Any) -> str | None:
-            action = known.get(id(owner)) if is_open else None
-            return action if action is not None and get_ident() == thread else None
-
-        return action_of
+    def of_class(known: dict[int, str], owner: Any) -> str | None:
+        action = known.get(id(owner)) if is_open else None
+        return action if action is not None and get_ident() == thread else None
 
     with ExitStack() as undo:
         undo.callback(is_open.clear)
@@ -216,11 +190,11 @@ def timed_parts(parts: Iterable[TimedPart], start: Report, stop: Report) -> Iter
             if isinstance(inspect.getattr_static(type(owner), method, None), FunctionType):
                 known[id(owner)] = action
             if method in getattr(owner, "__dict__", {}):
-                action_of = of_instance(known.pop(id(owner), action))
+                action_of = functools.partial(of_instance, known.pop(id(owner), action))
                 undo.enter_context(wrapped(owner, method, functools.partial(_reported, action_of, (start, stop))))
         for (cls, method), known in actions.items():
             if known:
-                wrap = functools.partial(_reported, of_class(known), (start, stop))
+                wrap = functools.partial(_reported, functools.partial(of_class, known), (start, stop))
                 undo.enter_context(wrapped(cls, method, wrap))
         yield
 

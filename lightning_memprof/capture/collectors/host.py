@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import get_ident
 from time import perf_counter_ns, thread_time_ns
 from typing import Any, ClassVar, Final
 
@@ -18,7 +19,6 @@ from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.artifacts.series import (
     ActionMemoryRow,
     HostRow,
-    LoaderCallRow,
     LoaderQueueRow,
     ProcessRow,
     WorkerBatchRow,
@@ -27,15 +27,11 @@ from lightning_memprof.artifacts.series import (
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnException, OnMark, OnStep, RunContext, StepRecord
-from lightning_memprof.capture.loader_calls import Calls
 from lightning_memprof.capture.loader_workers import (
-    WorkerMemory,
     counted_workers,
     exit_code,
     new_workers,
-    watch_workers,
     worker_batches,
-    worker_calls,
     worker_counts,
     worker_memory,
     worker_pids,
@@ -58,7 +54,6 @@ _SHARE: Final = 0.01
 # In a shorter time, such as a window of two short steps, a thread may work for once.
 _THREADS_NS: Final = 300_000_000
 _SAMPLES: Final = 32
-_LATE_STEPS: Final = 64
 _MOST_VALIDATIONS: Final = 1000
 # A smaller rise of the peak RSS outside the training steps is the allocator's.
 _RISE: Final = 16 * MIB
@@ -82,30 +77,23 @@ class HostMemory(Collector):
     name: ClassVar[str] = "host"
     every_rank: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        # Windows whose workers are still in their first fetch with times, by number, each with the steps left for it.
-        self._late: dict[int, tuple[Window, int]] = {}
-
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Sample at every mark, and around the program's hooks."""
         process = psutil.Process()
-        clock = run.progress.clock
-        actions = ActionMemory(set() if clock is None else {*(name for name, _ in clock.actions), *clock.within})
+        actions = ActionMemory({*(name for name, _ in run.clock.actions), *run.clock.within}, run.resident)
         with (
             run.sink.series(window, self.name) as write,
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-uss") as thread,
             ExitStack() as last,
         ):
-            last.callback(actions.close)
-            last.callback(_save, run, window, actions)
+            last.callback(run.sink.write_rows, window, ActionMemoryRow.series, actions.rows)
             last.callback(_save_batches, run, window, perf_counter_ns())
-            watch_new = last.enter_context(_watched(run, window, self._late))
+            last.enter_context(_queue_watched(run, window))
             last.enter_context(run.actions.listen(actions.start, actions.stop))
 
             def sample(mark: Mark) -> None:
-                actions.mark(mark)
-                watch_new()
+                actions.mark = mark
                 size = process.memory_info()
                 row = HostRow(rss_bytes=size.rss, vms_bytes=size.vms, peak_rss_bytes=peak_rss_bytes(size.rss))
                 write(mark, row)
@@ -125,29 +113,17 @@ class HostMemory(Collector):
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Sample workers and validations over the whole run."""
         path = run.sink.place.directory / processes_name(run.rank)
-        log = ProcessLog(path, run.unix_offset_ns, partial(run.progress.charge, self.name))
-        run.progress.validation_batch = run.guarded(log.validation_batch, collector=self.name)
-        run.progress.rare_action = run.guarded(log.rare_action, collector=self.name)
-
-        def on_step(record: StepRecord) -> None:
-            log.on_step(record)
-            if self._late:
-                _write_calls(run, self._late)
-
+        log = ProcessLog(path, run.unix_offset_ns, run.resident, partial(run.charge, self.name))
+        run.validation_batch = run.guarded(log.validation_batch, collector=self.name)
+        run.rare_action = run.guarded(log.rare_action, collector=self.name)
         try:
-            yield on_step
+            yield log.on_step
         finally:
-            run.progress.validation_batch = run.progress.rare_action = None
-            _write_calls(run, self._late, is_end=True)
+            run.validation_batch = run.rare_action = None
             if log.close():
                 run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector=self.name))
             if log.is_unreadable:
                 run.note_unavailable(self.name, "DataLoader workers: /proc/PID/smaps_rollup cannot be read here")
-
-
-def _save(run: RunContext, window: Window, actions: ActionMemory) -> None:
-    if actions.rows:
-        run.sink.write_rows(window, ActionMemoryRow.series, actions.rows)
 
 
 def _save_batches(run: RunContext, window: Window, since_ns: int) -> None:
@@ -166,15 +142,14 @@ def _save_batches(run: RunContext, window: Window, since_ns: int) -> None:
             for start, duration in worker_batches(pid)
             if start + duration > since_ns
         ]
-    if rows:
-        run.sink.write_rows(window, WorkerBatchRow.series, rows)
+    run.sink.write_rows(window, WorkerBatchRow.series, rows)
 
 
 @contextmanager
-def _watched(run: RunContext, window: Window, late: dict[int, tuple[Window, int]]) -> Iterator[Callable[[], None]]:
-    """Let workers time calls, count ready batches and time pinning; yield a function that includes new workers."""
-    number, watched, pins = perf_counter_ns(), set[int](), list[Calls]()
+def _queue_watched(run: RunContext, window: Window) -> Iterator[None]:
+    """Count ready batches and time pinning."""
     queue: list[LoaderQueueRow] = []
+    pinning_threads, pinned_ns = set[int](), list[int]()
 
     def asks(link: Link) -> Callable[..., Any]:
         def next_data(loader: Any) -> Any:
@@ -193,9 +168,17 @@ def _watched(run: RunContext, window: Window, late: dict[int, tuple[Window, int]
     def pinning(link: Link) -> Callable[..., Any]:
         def pin_memory(*arguments: Any, **keywords: Any) -> Any:
             __tracebackhide__ = True
-            if not pins:
-                pins.append(Calls())  # of the pinning thread
-            return pins[0].run("pin_memory", link.call, *arguments, **keywords)
+            thread = get_ident()
+            if thread in pinning_threads:
+                # A part of the batch.
+                return link.call(*arguments, **keywords)
+            pinning_threads.add(thread)
+            began = perf_counter_ns()
+            try:
+                return link.call(*arguments, **keywords)
+            finally:
+                pinned_ns.append(perf_counter_ns() - began)
+                pinning_threads.discard(thread)
 
         return pin_memory
 
@@ -204,38 +187,11 @@ def _watched(run: RunContext, window: Window, late: dict[int, tuple[Window, int]
             wrapped(_MultiProcessingDataLoaderIter, "_next_data", asks),
             wrapped(_utils.pin_memory, "pin_memory", pinning),
         ):
-            yield partial(watch_workers, number, watched)
+            yield
     finally:
-        watch_workers(-number, set())
-        late[number] = (window, _LATE_STEPS)
-        for count, _, total_ns in pins[0].times.values() if pins else ():
-            queue.append(LoaderQueueRow(pinned=count, pinning_ns=total_ns))
-        if queue:
-            run.sink.write_rows(window, LoaderQueueRow.series, queue)
-
-
-def _write_calls(run: RunContext, late: dict[int, tuple[Window, int]], *, is_end: bool = False) -> None:
-    """Write the calls of windows, once each worker has finished a fetch with times; 0.06 ms per worker."""
-    for number, (window, left) in list(late.items()):
-        found = {pid: worker_calls(pid, number) for pid in worker_pids()}
-        late[number] = (window, left - 1)
-        if not all(found.values()) and left and not is_end:
-            continue
-        del late[number]
-        rows = []
-        for pid, times in found.items():
-            counts = worker_counts(pid)
-            rows += _calls(pid, times, worker=counts.get("worker"), dataset=counts.get("dataset"))
-        if rows:
-            run.sink.write_rows(window, LoaderCallRow.series, rows)
-
-
-def _calls(pid: int, times: Mapping[str, Sequence[int]], **where: Any) -> list[LoaderCallRow]:
-    where |= {"recorded": True, "pid": pid}
-    return [
-        LoaderCallRow(function=name or None, count=count, self_ns=own_ns, total_ns=total_ns, **where)
-        for name, (count, own_ns, total_ns) in times.items()
-    ]
+        if pinned_ns:
+            queue.append(LoaderQueueRow(pinned=len(pinned_ns), pinning_ns=sum(pinned_ns)))
+        run.sink.write_rows(window, LoaderQueueRow.series, queue)
 
 
 class ActionMemory:
@@ -243,25 +199,26 @@ class ActionMemory:
 
     Args:
         known: actions with a slot in the step's clock: hooks that the program overrides.
+        resident: reads the RSS.
+
+    Attributes:
+        rows: of the actions so far.
+        mark: the last one, for the step.
     """
 
-    def __init__(self, known: set[str]) -> None:
+    def __init__(self, known: set[str], resident: ResidentSize) -> None:
         self.rows: list[ActionMemoryRow] = []
+        self.mark: Mark | None = None
         # The module's optimizer step contains forward and backward.
         self._known = {
             name
             for name in known
             if name.endswith(_FETCH) or (name.startswith(_OWNERS) and not name.endswith(".optimizer_step"))
         }
-        self._resident = ResidentSize()
+        self._resident = resident
         # Some hooks and callbacks of a step have it read twice.
         self._heap = HeapSize(most_ns=_HEAP_NS)
         self._open: list[tuple[str, int, int | None]] = []
-        self._mark: Mark | None = None
-
-    def mark(self, mark: Mark) -> None:
-        """Remember the step."""
-        self._mark = mark
 
     def start(self, name: str) -> None:
         """Read memory before an action."""
@@ -273,7 +230,7 @@ class ActionMemory:
         if name not in self._known or not self._open or self._open[-1][0] != name:
             return
         _, resident, heap = self._open.pop()
-        mark = self._mark
+        mark = self.mark
         if mark is not None:
             allocated = self._heap.read()
             row = ActionMemoryRow(
@@ -286,10 +243,6 @@ class ActionMemory:
             )
             self.rows.append(row)
 
-    def close(self) -> None:
-        """Release the file."""
-        self._resident.close()
-
 
 class ProcessLog:
     """Samples of the DataLoader workers, of validations and threads, in a file that begins with the first sample.
@@ -297,14 +250,17 @@ class ProcessLog:
     Args:
         path: the file.
         offset_ns: of the run's times.
+        resident: reads the RSS.
         spent: called with the nanoseconds of reading a worker.
     """
 
-    def __init__(self, path: Path, offset_ns: int, spent: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, path: Path, offset_ns: int, resident: ResidentSize, spent: Callable[[int], None] = lambda _: None
+    ) -> None:
         self._path = path
         self._spent = spent
         self._offset_ns = offset_ns
-        self._resident = ResidentSize()
+        self._resident = resident
         self._file: Any = None
         self._began_ns = self._last_ns = perf_counter_ns()
         self._due_ns = self._began_ns + _FIRST_S[0] * 1_000_000_000
@@ -314,7 +270,7 @@ class ProcessLog:
         self._sampled: tuple[int, int] | None = None
         # Of the sample that is being taken: processes to read, sizes read, and the time for it.
         self._left: list[int] = []
-        self._sizes_of: list[WorkerMemory] = []
+        self._sizes_of: list[dict[str, int]] = []
         self._spent_ns = 0
         # Workers by process id, and their last rows.
         self._known: dict[int, BaseProcess] = {}
@@ -387,13 +343,6 @@ class ProcessLog:
 
     def close(self) -> bool:
         """Finish, in a short run with a last sample of the workers; return whether anything was written."""
-        self._finish()
-        self._resident.close()
-        if self._file is not None:
-            self._file.close()
-        return self._file is not None
-
-    def _finish(self) -> None:
         if self._batches:
             self._end_validation(None, None)
         if not self._left and self._at is not None and self._taken <= len(_FIRST_S) and self._sampled != self._at:
@@ -402,6 +351,9 @@ class ProcessLog:
             self._read_next()
         self._write_threads()
         self._report_deaths()
+        if self._file is not None:
+            self._file.close()
+        return self._file is not None
 
     def _write_threads(self) -> None:
         if not self._busy:
@@ -426,9 +378,9 @@ class ProcessLog:
         start, cpu_start = perf_counter_ns(), thread_time_ns()
         pid = self._left.pop(0)
         size = worker_memory(pid)
-        if size is not None and self._sampled is not None:
+        if size and self._sampled is not None:
             self._sizes_of.append(size)
-            columns: dict[str, Any] = size._asdict() | worker_times(pid) | worker_counts(pid)
+            columns: dict[str, Any] = size | worker_times(pid) | worker_counts(pid)
             row = ProcessRow(kind="worker", pid=pid, **columns)
             self._last[pid] = row
             self._write(row, *self._sampled)
@@ -444,15 +396,8 @@ class ProcessLog:
         wait_ns = (following[0] * 1_000_000_000 - (now - self._began_ns)) if following else _EVERY_S * 1_000_000_000
         self._due_ns = now + max(wait_ns, round(self._spent_ns / _SHARE))
         if self._sizes_of and self._sampled is not None:
-            pss, private, shared = (sum(found) for found in zip(*self._sizes_of, strict=True))
-            row = ProcessRow(
-                kind="workers",
-                workers=len(self._sizes_of),
-                pss_bytes=pss,
-                private_bytes=private,
-                shared_bytes=shared,
-            )
-            self._write(row, *self._sampled)
+            sums: dict[str, Any] = {name: sum(size[name] for size in self._sizes_of) for name in self._sizes_of[0]}
+            self._write(ProcessRow(kind="workers", workers=len(self._sizes_of), **sums), *self._sampled)
 
     def _report_deaths(self) -> None:
         """Write the exit codes of workers that died, and forget those that ended."""

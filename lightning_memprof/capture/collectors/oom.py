@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 
@@ -21,7 +21,7 @@ import torch
 
 from lightning_memprof.artifacts.naming import oom_name, oom_snapshot_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnException, OnMark, Progress, RunContext
+from lightning_memprof.capture.base import Collector, OnException, RunContext
 from lightning_memprof.capture.collectors.allocator_history import memory_history, write_snapshot
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.sources.memory import NATIVE, allocator_backend, memory_stats
@@ -37,7 +37,7 @@ from lightning_memprof.capture.sources.oom_state import (
 )
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.logs import logger_of
-from lightning_memprof.schedule import Point, Window
+from lightning_memprof.schedule import Point
 
 log = logger_of(__name__)
 
@@ -57,20 +57,6 @@ _HOST_REFUSED: Final = re.compile(
 _DEVICE_REFUSED: Final = re.compile(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
 _DEVICE_FREE: Final = re.compile(r"of which ([0-9.]+) (bytes|KiB|MiB|GiB) is free")
 _UNITS: Final = {"bytes": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
-
-
-def where(progress: Progress) -> dict[str, Any]:
-    """Return the current place of a run: step, global_step, epoch, phase, point and window; None is not started."""
-    step, global_step, epoch, _ = progress.position or (None,) * 4
-    has_step = step is not None
-    return {
-        "step": step,
-        "global_step": global_step,
-        "epoch": epoch,
-        "phase": progress.clock.phase() if has_step and progress.clock is not None else None,
-        "point": progress.point.value if has_step and progress.point is not None else None,
-        "window": progress.window,
-    }
 
 
 def memory_error(error: BaseException) -> tuple[BaseException, Literal["device", "host"]] | None:
@@ -154,10 +140,6 @@ class OOMAutopsy(Collector):
         if type(self.max_entries) is not int or self.max_entries < 1:
             raise ConfigError(f"OOMAutopsy(max_entries={self.max_entries!r}): must be an integer of at least 1")
 
-    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002 Collector's
-        """Record nothing per window; see :meth:`guard`."""
-        return nullcontext(None)
-
     @contextmanager
     def guard(self, run: RunContext) -> Iterator[OnException | None]:
         """Watch the run from its setup: the model itself may not fit."""
@@ -216,8 +198,7 @@ class OomWatch:
                 self._write(event)
         except Exception as error:  # noqa: BLE001 nothing of ours may raise into the allocator
             self._failed(error)
-        if (clock := self._run.progress.clock) is not None:
-            clock.leave_out(time.perf_counter_ns() - began)
+        self._run.clock.leave_out(time.perf_counter_ns() - began)
 
     def ended_by(self, exception: BaseException) -> Any | None:
         """Write the exception that ended the run; call it before anything is closed.
@@ -264,18 +245,23 @@ class OomWatch:
         return event
 
     def _event(self, memory: str, frames: list[Frame], device: str) -> dict[str, Any]:
-        place = where(self._run.progress)
+        run = self._run
+        step, global_step, epoch, _ = run.position or (None,) * 4
         phase, function = phase_of(frames)
         return {
             "number": self._count - 1,
             "time_ns": time.time_ns(),
             "memory": memory,
             "device": device,
-            "rank": self._run.rank,
+            "rank": run.rank,
             "thread": threading.current_thread().name,
-            "stage": self._run.stage,
-            **place,
-            "phase": phase or place["phase"],
+            "stage": run.stage,
+            "step": step,
+            "global_step": global_step,
+            "epoch": epoch,
+            "phase": phase or (None if step is None else run.clock.phase()),
+            "point": None if step is None or run.point is None else run.point.value,
+            "window": run.window,
             "function": function,
             "stack": [[frame.filename, frame.line, frame.name] for frame in frames[:_MAX_STACK]],
             "module": None,

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_memprof.artifacts.manifest import BudgetRow, NoteRow
 from lightning_memprof.artifacts.naming import TraceName, numbered, series_path, temporary_name
 from lightning_memprof.artifacts.remote import local_path
 from lightning_memprof.artifacts.series import STARTED_PROFILER
@@ -34,7 +35,7 @@ from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Window
-from lightning_memprof.units import format_bytes
+from lightning_memprof.units import format_bytes, format_count
 
 log = logger_of(__name__)
 
@@ -110,8 +111,6 @@ class OperatorTrace(Collector):
         """
         if _profiler_enabled():
             raise SkipWindow("another torch profiler is running")
-        if (spent := run.ledger.refusal()) is not None:
-            raise SkipWindow(spent)
         if not _KINETO.acquire(blocking=False):
             raise SkipWindow("another training of this process is recording")
         try:
@@ -130,7 +129,7 @@ class OperatorTrace(Collector):
                 listeners = (run.actions.listen, functools.partial(timed_parts, parts))
                 trace.prepare(ranges, ranges.enter_context(action_ranges(*listeners)))
                 try:
-                    with yields_to_others(trace.owner, lambda: self._give_way(run, window, trace)):
+                    with yields_to_others(trace.profiler.profiler, lambda: self._give_way(run, window, trace)):
                         yield trace.on_mark
                 finally:
                     trace.finish()
@@ -201,7 +200,7 @@ class OperatorTrace(Collector):
             # Freeing millions of events takes seconds too.
             self._release(profiler)
             if size is not None:
-                _charge(run, self._cost(window, trace, size))
+                self._charge(run, window, trace, size)
             if self.on_trace_ready is not None:
                 # Kineto saves a trace once; the user's export is a copy of ours.
                 profiler.export_chrome_trace = saved.export  # type: ignore[method-assign]
@@ -210,14 +209,11 @@ class OperatorTrace(Collector):
             run.in_background(lambda: self._compress(run, window, saved), collector=self.name, window=window)
 
     def _compress(self, run: RunContext, window: Window, saved: TraceFile) -> None:
-        size = 0
         try:
             if self.export:
                 path = self._write(run, window, saved)
-                size = path.stat().st_size
-                log.info("saved %s (%s)", path.name, format_bytes(size))
+                log.info("saved %s (%s)", path.name, format_bytes(path.stat().st_size))
         finally:
-            run.ledger.wrote(window.index, size)
             with suppress(FileNotFoundError):
                 saved.raw.unlink()
 
@@ -239,8 +235,9 @@ class OperatorTrace(Collector):
             return plain
         return saved.trace
 
-    def _cost(self, window: Window, trace: WindowTrace, size: int) -> Export:
-        return Export(
+    def _charge(self, run: RunContext, window: Window, trace: WindowTrace, size: int) -> None:
+        """Add the cost of a trace, and warn if it is dangerous."""
+        export = Export(
             window=window.index,
             seconds=(time.perf_counter_ns() - trace.stopping_ns) / 1e9,
             bytes=size,
@@ -248,6 +245,10 @@ class OperatorTrace(Collector):
             stack=self.with_stack or self.stacks_metric is not None,
             shapes=self.record_shapes,
         )
+        run.sink.manifest.append("export", window=export.window, seconds=round(export.seconds, 6), bytes=export.bytes)
+        for message in run.ledger.charge(export):
+            run.sink.manifest.append(NoteRow(collector=self.name, message=message))
+            log.warning("rank %d: %s", run.rank, message)
 
 
 def _activities(names: Sequence[str | ProfilerActivity] | None) -> list[ProfilerActivity] | None:
@@ -268,34 +269,16 @@ def _activities(names: Sequence[str | ProfilerActivity] | None) -> list[Profiler
 
 def _plan(run: RunContext, window: Window) -> TraceLevel:
     """Return the contents of this window's trace, and note in the manifest if they are less than before."""
-    ledger = run.ledger
-    before = ledger.level
-    if (reason := ledger.tighten()) is not None:
-        level = ledger.level
-        named = "no_stack" if before.stack != level.stack else "no_shapes" if before.shapes != level.shapes else None
-        run.sink.manifest.append(
-            "budget",
-            window=window.index,
-            level=named or "active_steps",
-            active_steps=level.active_steps,
-            reason=reason,
-        )
-        log.info("window %d: the trace has %s, because %s", window.index, _less(named, level), reason)
-    return ledger.level
-
-
-def _charge(run: RunContext, export: Export) -> None:
-    """Add the cost of a trace, and warn if it is dangerous."""
-    run.sink.manifest.append("export", window=export.window, seconds=round(export.seconds, 6), bytes=export.bytes)
-    for message in run.ledger.charge(export):
-        run.sink.manifest.append("note", collector=OperatorTrace.name, message=message)
-        log.warning("rank %d: %s", run.rank, message)
-
-
-def _less(named: str | None, level: TraceLevel) -> str:
-    if named is not None:
-        return "no Python stacks" if named == "no_stack" else "no input shapes"
-    return f"{level.active_steps} active step{'' if level.active_steps == 1 else 's'}"
+    level = run.ledger.level
+    if (found := run.ledger.tighten()) is not None:
+        change, reason = found
+        level = run.ledger.level
+        row = BudgetRow(window=window.index, level=change, active_steps=level.active_steps, reason=reason)
+        run.sink.manifest.append(row)
+        without = {"no_stack": "no Python stacks", "no_shapes": "no input shapes"}
+        words = without.get(change) or format_count(level.active_steps or 0, "active step")
+        log.info("window %d: the trace has %s, because %s", window.index, words, reason)
+    return level
 
 
 class NvtxRanges(Collector):
@@ -306,10 +289,6 @@ class NvtxRanges(Collector):
     def unavailable(self, run: RunContext) -> str | None:
         """NVTX needs CUDA."""
         return None if run.device.type == "cuda" else "NVTX ranges need a CUDA device"
-
-    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002
-        """Windows add nothing."""
-        return nullcontext(None)
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:  # noqa: ARG002 overriding

@@ -6,7 +6,7 @@ import heapq
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import ClassVar, Final
@@ -28,14 +28,12 @@ from lightning_memprof.artifacts.series import (
     encode_rows,
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
-from lightning_memprof.capture.clock import LoggedTimes, RecentMedian, StepClock, compilations, gc_pauses
+from lightning_memprof.capture.base import Collector, OnStep, RunContext, StepRecord
+from lightning_memprof.capture.clock import DeviceTimer, LoggedTimes, RecentMedian, compilations, gc_pauses
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes, without_statistics
 from lightning_memprof.capture.threads import CoreWait
-from lightning_memprof.capture.timing import DeviceTimer
 from lightning_memprof.capture.torch_internals import _profiler_enabled, _profiler_type
-from lightning_memprof.schedule import Window
 
 _CHUNK_ROWS: Final = 64
 # What a killed run loses; a write takes about 50 µs.
@@ -89,6 +87,7 @@ class PulseWriter:
         path: the file; must not exist.
         device: device of the model.
         timer: the device's clock; None on a CPU.
+        resident: reads the RSS.
         written: called with the rows and the records of each chunk when they are written.
     """
 
@@ -97,13 +96,14 @@ class PulseWriter:
         path: Path,
         device: torch.device,
         timer: DeviceTimer | None,
+        resident: ResidentSize,
         written: Callable[[list[PulseRow], list[StepRecord]], None] = lambda _rows, _records: None,
     ) -> None:
         self._written = written
         self._device = device if without_statistics(device) is None else None
         self._timer = timer
         self._file = path.open("xb")
-        self._resident = ResidentSize()
+        self._resident = resident
         self._core_wait = CoreWait()
         self._file.write((",".join(PULSE_COLUMNS) + "\n").encode())
         # A step, another profiler, and RSS, device peak and wait for a core where they were read.
@@ -124,7 +124,9 @@ class PulseWriter:
         else:
             self._memory_due_ns = end_ns + _MEMORY_NS
             peak = None if self._device is None else peak_allocated_bytes(self._device)
-            self._waiting.append((record, profiler, (self._resident.read(), peak, self._core_wait.read())))
+            self._waiting.append(
+                (record, profiler, (self._resident.after_step(record.step), peak, self._core_wait.read()))
+            )
         if self._timer is not None:
             self._complete_steps()
         self._added += 1
@@ -153,7 +155,6 @@ class PulseWriter:
             self._timer = None
             self.flush()
         finally:
-            self._resident.close()
             self._core_wait.close()
             # On a full disk closing fails too.
             self._file.close()
@@ -200,7 +201,7 @@ class ActionTotals:
         self._inside.add([record for record in counted if record.window is not None])
         # That the means include a stall does not change the action that exceeds its mean by the most.
         for record in outside:
-            self._watch(record)
+            self._add_stall(record)
         if self._written_ns is None:
             self._written_ns = records[0].start_ns
         if records[-1].start_ns - self._written_ns > _ACTIONS_NS:
@@ -235,12 +236,11 @@ class ActionTotals:
         ]
         return [*totals, *(row for _, _, row in sorted(self._stalls, key=lambda stall: stall[1]))]
 
-    def _watch(self, record: StepRecord) -> None:
-        median = self._durations.add(record.duration_ns)
-        if median is not None and record.duration_ns > _STALL_FACTOR * median:
-            self._add_stall(record, median)
-
-    def _add_stall(self, record: StepRecord, median_ns: int) -> None:
+    def _add_stall(self, record: StepRecord) -> None:
+        """Add the step if it stalled."""
+        median_ns = self._durations.add(record.duration_ns)
+        if median_ns is None or record.duration_ns <= _STALL_FACTOR * median_ns:
+            return
         spent, _ = record.times.actions
         slot = max(range(len(spent)), key=lambda slot: spent[slot] - self._outside.mean_ns(slot))
         action, phase = self._actions[slot]
@@ -297,10 +297,6 @@ class Pulse(Collector):
     every_rank: ClassVar[bool] = True
     times_device: ClassVar[bool] = True
 
-    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002
-        """Record nothing per window: the pulse has its steps already."""
-        return nullcontext(None)
-
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Write one row per step, and the totals."""
@@ -312,8 +308,8 @@ class Pulse(Collector):
                 actions.add(records)
                 run.pulse_written(rows)
 
-            writer = PulseWriter(path, run.device, run.timer, written)
-            end.callback(run.sink.list_artifact, pulse, columns=list(PULSE_COLUMNS))
+            writer = PulseWriter(path, run.device, run.timer, run.resident, written)
+            end.callback(run.sink.list_artifact, pulse)
             end.callback(writer.close)
             yield writer.add
 
@@ -321,7 +317,7 @@ class Pulse(Collector):
 @contextmanager
 def _followed_actions(run: RunContext) -> Iterator[ActionTotals]:
     """Time also what is not an action of the Trainer; write the totals at the end."""
-    clock = run.progress.clock or StepClock(None)
+    clock = run.clock
     path = run.sink.place.directory / actions_name(run.rank)
     totals = ActionTotals(path, clock.actions)
     parts = [part for part in run.parts() if part.always]

@@ -11,9 +11,10 @@ import torch
 
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.capture.base import Collector, OnMark, RunContext, SkipWindow
+from lightning_memprof.capture.clock import DeviceTimer
 from lightning_memprof.capture.sources.compiled import module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
-from lightning_memprof.capture.sources.saved_graph import Checkpoint, SavedGraph, SavedStorages, can_read
+from lightning_memprof.capture.sources.saved_graph import Checkpoint, SavedGraph, SavedStorages
 from lightning_memprof.capture.sources.tensors import (
     ModelTensors,
     PersistentBytes,
@@ -22,7 +23,6 @@ from lightning_memprof.capture.sources.tensors import (
     local_bytes,
     tensors_in,
 )
-from lightning_memprof.capture.timing import DeviceTimer
 from lightning_memprof.capture.torch_internals import (
     DisableTorchFunction,
     _current_graph_task_id,
@@ -51,10 +51,6 @@ class SavedTensors(Collector):
     """
 
     name: ClassVar[str] = "saved_tensors"
-
-    def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 the collector's signature
-        """Return a reason if this torch version shows saved tensors only unpacked."""
-        return None if can_read() else f"torch {torch.__version__} shows saved tensors only unpacked"
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:

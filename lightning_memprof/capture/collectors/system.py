@@ -114,64 +114,53 @@ def _grown(before: float | None, now: float | None) -> float | None:
     return None if before is None or now is None else max(0.0, now - before)
 
 
-class _Sampler:
-    """A thread that samples while the context is open, and once more when it ends.
+@contextmanager
+def _sampled(
+    interval_s: float, gpu: tuple[int, str | None] | None, offset_ns: int, put: Callable[[Row], None]
+) -> Iterator[None]:
+    """Sample in a thread while the context is open, and once more when it ends.
 
     Args:
         interval_s: from sample to sample.
         gpu: torch's index and the UUID of the GPU; None omits it.
         offset_ns: of the run's times.
         put: called with each sample, in the thread.
+
+    Raises:
+        RuntimeError: at the end: the thread does not end because the driver hangs.
+        Exception: at the end: a sample raised it.
     """
+    stop, errors = threading.Event(), list[Exception]()
 
-    def __init__(
-        self, interval_s: float, gpu: tuple[int, str | None] | None, offset_ns: int, put: Callable[[Row], None]
-    ) -> None:
-        self._interval_s = interval_s
-        self._offset_ns = offset_ns
-        self._gpu = gpu
-        self._put = put
-        self._stop = threading.Event()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="memprof-system", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        """Take the last sample and end the thread.
-
-        Raises:
-            RuntimeError: the thread does not end because the driver hangs.
-            Exception: a sample raised it.
-        """
-        self._stop.set()
-        self._thread.join(_PATIENCE_S)
-        if self._thread.is_alive():
-            raise RuntimeError(f"the sampling thread did not end within {_PATIENCE_S:.0f} s: a reading hangs")
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
+    def sample() -> None:
         try:
             with ExitStack() as opened:
-                reader = _Reader(self._offset_ns)
-                gpu = None
-                if self._gpu is not None:
+                reader = _Reader(offset_ns)
+                read_gpu: Callable[[], Row] = dict
+                if gpu is not None:
                     # The manifest has the reason from the start of the run.
                     with suppress(Exception):
-                        gpu = opened.enter_context(open_gpu(*self._gpu))
+                        read_gpu = opened.enter_context(open_gpu(*gpu))
                 samples = 0
-                while not self._stop.wait(max(0.0, self._interval_s - reader.age_s)):
-                    self._sample(reader, gpu)
+                while not stop.wait(max(0.0, interval_s - reader.age_s)):
+                    put(reader.read() | read_gpu())
                     samples += 1
                 if not samples or reader.age_s >= _LAST_SAMPLE_S:
-                    self._sample(reader, gpu)
-        except Exception as error:  # noqa: BLE001 `__exit__` raises it
-            self._error = error
+                    put(reader.read() | read_gpu())
+        except Exception as error:  # noqa: BLE001 raised at the end of the context
+            errors.append(error)
 
-    def _sample(self, reader: _Reader, gpu: Gpu | None) -> None:
-        self._put(reader.read() | (gpu.read() if gpu is not None else {}))
+    thread = threading.Thread(target=sample, name="memprof-system", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(_PATIENCE_S)
+        if thread.is_alive():
+            raise RuntimeError(f"the sampling thread did not end within {_PATIENCE_S:.0f} s: a reading hangs")
+        for error in errors:
+            raise error
 
 
 class SystemStats(Collector):
@@ -216,11 +205,10 @@ class SystemStats(Collector):
             rows.append({**place, **sample})
 
         try:
-            with _Sampler(self._interval_s, gpu_of(run.device), run.unix_offset_ns, put):
+            with _sampled(self._interval_s, gpu_of(run.device), run.unix_offset_ns, put):
                 yield on_mark
         finally:
-            if rows:
-                run.sink.write_rows(window, self.name, list(rows))
+            run.sink.write_rows(window, self.name, list(rows))
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
@@ -238,46 +226,9 @@ class SystemStats(Collector):
                 # One call, so that a reader sees whole lines.
                 file.write(encode_rows([{"step": None, "global_step": None, "recorded": True, **sample}]))
 
-            with _Sampler(self._interval_s, gpu, run.unix_offset_ns, put):
+            with _sampled(self._interval_s, gpu, run.unix_offset_ns, put):
                 yield None
         run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector=self.name))
-
-
-class Gpu:
-    """One NVIDIA GPU. A figure that its model does not have is None.
-
-    Args:
-        nvml: the ``pynvml`` module.
-        handle: its handle of the GPU.
-        index: torch's index, used in the names of the figures.
-    """
-
-    def __init__(self, nvml: Any, handle: Any, index: int) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self._prefix = f"gpu{index}_"
-
-    def read(self) -> dict[str, float | int | None]:
-        """Return utilization in percent, bytes used by all processes, watts and degrees Celsius.
-
-        Source: NVML's ``nvmlDeviceGetUtilizationRates``, ``GetMemoryInfo``, ``GetPowerUsage``, ``GetTemperature``.
-        """
-        nvml, handle = self._nvml, self._handle
-        milliwatts = self._value(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        return {
-            f"{self._prefix}utilization_percent": self._value(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            f"{self._prefix}memory_used_bytes": self._value(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
-            f"{self._prefix}power_w": None if milliwatts is None else milliwatts / 1000,
-            f"{self._prefix}temperature_c": self._value(
-                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-            ),
-        }
-
-    def _value(self, read: Callable[[], Any]) -> int | None:
-        try:
-            return int(read())
-        except self._nvml.NVMLError:
-            return None
 
 
 def gpu_of(device: torch.device) -> tuple[int, str | None] | None:
@@ -292,22 +243,43 @@ def gpu_of(device: torch.device) -> tuple[int, str | None] | None:
 
 
 @contextmanager
-def open_gpu(index: int, uuid: str | None) -> Iterator[Gpu]:
-    """Open the driver's library and yield the GPU; about 10 ms.
+def open_gpu(index: int, uuid: str | None) -> Iterator[Callable[[], Row]]:
+    """Open the driver's library, about 10 ms, and yield a function that reads the GPU.
 
-    The UUID finds it independently of ``CUDA_VISIBLE_DEVICES``; without one torch's index is used as the driver's.
+    Its figures are utilization in percent, bytes used by all processes, watts and degrees Celsius; one that the GPU's
+    model does not have is None. Source: NVML's ``nvmlDeviceGetUtilizationRates``, ``GetMemoryInfo``, ``GetPowerUsage``,
+    ``GetTemperature``. The UUID finds the GPU independently of ``CUDA_VISIBLE_DEVICES``; without one torch's index is
+    used as the driver's.
 
     Raises:
         Exception: an ``NVMLError`` if the driver does not know it.
     """
     nvml = importlib.import_module("pynvml")
+
+    def value(read: Callable[[], Any]) -> int | None:
+        try:
+            return int(read())
+        except nvml.NVMLError:
+            return None
+
+    def read() -> Row:
+        milliwatts = value(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        return {
+            f"gpu{index}_utilization_percent": value(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            f"gpu{index}_memory_used_bytes": value(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            f"gpu{index}_power_w": None if milliwatts is None else milliwatts / 1000,
+            f"gpu{index}_temperature_c": value(
+                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+            ),
+        }
+
     nvml.nvmlInit()
     try:
         if uuid is None:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
         else:
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-        yield Gpu(nvml, handle, index)
+        yield read
     finally:
         nvml.nvmlShutdown()
 

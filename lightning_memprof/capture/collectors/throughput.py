@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -14,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.room import with_room
-from lightning_memprof.capture.sources.batches import Padding, batch_elements, batch_padding, batch_samples
+from lightning_memprof.capture.sources.batches import batch_elements, batch_padding, batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.torch_internals import (
@@ -33,6 +32,8 @@ log = logger_of(__name__)
 _COMPILED: Final = "operations are not counted: a part of the model is compiled, and counting would change how it runs"
 _MODES: Final = "operations are not counted: another torch dispatch mode was active in every step"
 _NOTHING: Final = "operations are not counted: no matrix product, convolution or attention ran"
+# Columns with what a function of the program may return, or that are read from the device later.
+_COUNTS: Final = ("samples", "tokens", "positions", "padded", "beyond_longest")
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -100,55 +101,40 @@ class Throughput(Collector):
                     write(mark, row)
 
 
-@dataclass
-class _Counts:
-    """Sizes of one batch; a count may be a tensor."""
-
-    samples: Any = None
-    tokens: Any = None
-    elements: int | None = None
-    padding: Padding | None = None
-
-
 class _Batches:
-    """Sizes of the batches, by step."""
+    """The rows of recorded steps; a count may be a tensor until the window has closed."""
 
     def __init__(self, samples: Callable[[Any], int | None], tokens: Callable[[Any], int] | None) -> None:
         self._counters = (samples, tokens)
-        self._counts = _Counts()
+        self._row = ThroughputRow()
         self._start_ns = 0
-        self._steps: list[tuple[Mark, int, _Counts]] = []
+        self._rows: list[tuple[Mark, ThroughputRow]] = []
 
     def count(self, batch: Any) -> None:
         samples, tokens = self._counters
         # One at a time: what raises leaves the others known.
-        self._counts = counts = _Counts(samples=samples(batch))
-        counts.elements = batch_elements(batch)
-        counts.padding = batch_padding(batch)
+        self._row = row = ThroughputRow(samples=samples(batch))
+        row.elements = batch_elements(batch)
+        if (padding := batch_padding(batch)) is not None:
+            row.positions, row.padded, row.beyond_longest = padding
         if tokens is not None:
-            counts.tokens = tokens(batch)
+            row.tokens = tokens(batch)
 
     def on_mark(self, mark: Mark) -> None:
         if mark.point is Point.STEP_START:
             self._start_ns = mark.time_ns
-            self._counts = _Counts()
+            self._row = ThroughputRow()
         elif mark.point is Point.STEP_END and mark.recorded:
-            self._steps.append((mark, mark.time_ns - self._start_ns, self._counts))
+            self._row.duration_ns = mark.time_ns - self._start_ns
+            self._rows.append((mark, self._row))
 
     def rows(self) -> list[tuple[Mark, ThroughputRow]]:
         """Return the rows; a count that is a tensor is read here."""
-        rows = []
-        for mark, duration_ns, counts in self._steps:
-            row = ThroughputRow(samples=_whole(counts.samples), tokens=_whole(counts.tokens), duration_ns=duration_ns)
-            row.elements = counts.elements
-            if counts.padding is not None:
-                row.positions, row.padded, row.beyond_longest = map(_whole, counts.padding)
-            rows.append((mark, row))
-        return rows
-
-
-def _whole(count: Any) -> int | None:
-    return None if count is None else int(count)
+        for _, row in self._rows:
+            for name in _COUNTS:
+                if (count := getattr(row, name)) is not None:
+                    setattr(row, name, int(count))
+        return self._rows
 
 
 class _Operations:
@@ -223,6 +209,11 @@ class FlopCount(TorchDispatchMode):
         self.counting = True
         self.failure: Exception | None = None
         self._formulas = _formulas()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep compiled regions compiled: under other modes torch runs them uncompiled, or raises."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

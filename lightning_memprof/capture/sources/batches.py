@@ -51,14 +51,10 @@ def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
     return next((samples for _, part in parts if (samples := batch_samples(part, depth - 1)) is not None), None)
 
 
-def batch_elements(batch: Any, depth: int = _DEPTH) -> int | None:
+@without_torch_function
+def batch_elements(batch: Any) -> int | None:
     """Return the number of elements of all tensors in a batch; None without a tensor."""
-    if isinstance(batch, torch.Tensor):
-        with DisableTorchFunction():
-            return batch.numel()
-    if depth == 0:
-        return None
-    counts = [count for _, part in _parts(batch) if (count := batch_elements(part, depth - 1)) is not None]
+    counts = [tensor.numel() for _, tensor in _tensors("", batch, _DEPTH)]
     return sum(counts) if counts else None
 
 
@@ -70,7 +66,7 @@ def batch_padding(batch: Any) -> Padding | None:
     (integers, batch x length), else vectors (floating point, batch x length x features). Padding is a run of one value
     at the end, or the start, of the sequences: the one that most of them end with, zeros for vectors.
     """
-    found = list(_tensors("", batch, _DEPTH))
+    found = [(name, tensor) for name, tensor in _tensors("", batch, _DEPTH) if _may_be_sequences(tensor)]
     masks = [(name, tensor) for name, tensor in found if _MASK in name and tensor.ndim == 2]
     tokens = [tensor for _, tensor in found if tensor.ndim == 2 and tensor.dtype in _TOKENS]
     vectors = [tensor for _, tensor in found if tensor.ndim == 3 and tensor.is_floating_point()]
@@ -94,12 +90,15 @@ def _runs(at_end: torch.Tensor, at_start: torch.Tensor | None = None, factor: An
     return Padding(at_end.numel(), runs.sum(), runs.min() * len(runs))
 
 
+def _may_be_sequences(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and tensor.ndim in {2, 3} and tensor.shape[0] > 0 and tensor.shape[1] >= _LEAST_LENGTH
+
+
 def _tensors(name: str, batch: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a batch that may be sequences, each with its key."""
-    if type(batch) is torch.Tensor:
-        is_plain = batch.layout is torch.strided and not batch.is_nested
-        if is_plain and batch.ndim in {2, 3} and batch.shape[0] and batch.shape[1] >= _LEAST_LENGTH:
-            yield name, batch
+    """Yield the tensors of a batch, each with its key."""
+    if isinstance(batch, torch.Tensor):
+        yield name, batch
     elif depth:
         for key, part in _parts(batch):
             yield from _tensors(key.lower(), part, depth - 1)

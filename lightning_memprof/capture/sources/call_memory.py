@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 from torch import nn
 
-from lightning_memprof.capture.sources.compiled import COMPILED, is_compiled
-from lightning_memprof.capture.sources.memory import ResidentSize
+from lightning_memprof.capture.sources.compiled import COMPILED, is_compiled, module_paths
 from lightning_memprof.capture.sources.methods import MethodCall, compiled_methods
-from lightning_memprof.capture.sources.module_calls import Forwards, ForwardWatch, module_hooks
+from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.sources.saved_hooks import SavedBytes
 
 if TYPE_CHECKING:
@@ -23,6 +22,79 @@ if TYPE_CHECKING:
 _RSS: Final = ("rss_pre_forward", "rss_post_forward", "rss_diff")
 _NPP: Final = ("npp_pre_forward", "npp_post_forward", "npp_diff")
 _HANDLE: Final = "mem_info_handle"
+
+
+class Forwards:
+    """The outermost forwards of a call.
+
+    Attributes:
+        rss: at the start of the first, at the end of the last, and the growth over all; 0 without a forward.
+        npp: the same of the bytes that autograd has saved since the call began.
+        depth: the forwards that run around the call.
+    """
+
+    def __init__(self, depth: int, packed_bytes: int) -> None:
+        self.rss = [0, 0, 0]
+        self.npp = [0, 0, 0]
+        self.depth = depth
+        self._packed_before = packed_bytes
+        self._began: tuple[int, int] | None = None
+        self._is_first = True
+
+    def begin(self, rss_bytes: int, packed_bytes: int) -> None:
+        """Start an outermost forward."""
+        self._began = rss_bytes, packed_bytes - self._packed_before
+        if self._is_first:
+            self.rss[0], self.npp[0] = self._began
+            self._is_first = False
+
+    def end(self, rss_bytes: int, packed_bytes: int) -> None:
+        """End it; does nothing if none is open."""
+        if self._began is not None:
+            now = rss_bytes, packed_bytes - self._packed_before
+            for figure, before, after in zip((self.rss, self.npp), self._began, now, strict=True):
+                figure[1:] = after, figure[2] + after - before
+            self._began = None
+
+
+class ForwardWatch:
+    """Reads memory at the start and the end of the outermost forwards of calls.
+
+    Args:
+        read: returns the RSS and the bytes saved for backward so far.
+    """
+
+    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
+        self._read = read
+        self._calls: list[Forwards] = []
+        self._depth = 0
+
+    def open(self) -> Forwards:
+        """Watch the forwards that start from now on."""
+        self._calls.append(Forwards(self._depth, self._read()[1]))
+        return self._calls[-1]
+
+    def close(self, call: Forwards) -> None:
+        """Stop watching; a running forward ends here."""
+        if call in self._calls:
+            self._calls.remove(call)
+            call.end(*self._read())
+
+    def begin(self, *_: object) -> None:
+        """Handle the start of a module's forward."""
+        depth, self._depth = self._depth, self._depth + 1
+        if waiting := [call for call in self._calls if call.depth == depth]:
+            now = self._read()
+            for call in waiting:
+                call.begin(*now)
+
+    def end(self, *_: object) -> None:
+        """Handle its end."""
+        self._depth -= 1
+        if waiting := [call for call in self._calls if call.depth == self._depth]:
+            now = self._read()
+            for call in waiting:
+                call.end(*now)
 
 
 class CallMemory:
@@ -70,10 +142,8 @@ class CallMemory:
                 functions = user.saved_tensors_funcs if user is not None else None
                 self._saved = SavedBytes(model, functions, self._guard(_raise))
             if supported and (self._memory or self._saved_tensors):
-                resident = ResidentSize()
-                resources.callback(resident.close)
-                self._watch = ForwardWatch(model, resident.read, self._packed_bytes, self._guard)
-                resources.callback(self._watch.release)
+                self._watch = watch = ForwardWatch(self._sizes)
+                resources.enter_context(module_calls(model, self._guard(watch.begin), self._guard(watch.end)))
             if user is not None:
                 self._user = resources.enter_context(user_hooks(model, user, self._guard))
             self._resources = resources.pop_all()
@@ -113,9 +183,9 @@ class CallMemory:
         """Return the values of a call by name, None if they are unknown."""
         values: dict[str, Any] = {}
         if self._memory:
-            values |= dict.fromkeys(_RSS) if measured is None else measured.rss()
+            values |= dict.fromkeys(_RSS) if measured is None else dict(zip(_RSS, measured.rss, strict=True))
         if self._saved_tensors:
-            values |= dict.fromkeys(_NPP) if measured is None else measured.npp()
+            values |= dict.fromkeys(_NPP) if measured is None else dict(zip(_NPP, measured.npp, strict=True))
         if self._user is not None:
             values |= self._user.read()
         return values
@@ -125,8 +195,8 @@ class CallMemory:
         if self._user is not None:
             self._user.reset()
 
-    def _packed_bytes(self) -> int:
-        return 0 if self._saved is None else self._saved.total
+    def _sizes(self) -> tuple[int, int]:
+        return self._run.resident.read(), 0 if self._saved is None else self._saved.total
 
     def _stop_saving(self) -> None:
         self._saver = None
@@ -138,7 +208,8 @@ class CallMemory:
 class UserHooks:
     """The user's own hooks, with finetuning-scheduler's signatures.
 
-    They are called for the modules of the root: the model's attribute ``model`` if that is a module, else the model.
+    They are called in the training's thread for the modules of the root: the model's attribute ``model`` if that is a
+    module, else the model.
     Each module has the attribute ``mem_info_handle``, which returns psutil's ``memory_info()``. The results of hooks
     are ignored: they change neither inputs nor outputs.
 
@@ -174,24 +245,30 @@ def user_hooks(model: nn.Module, hooks: UserHooks, guard: Callable[[Callable[...
     names = (*hooks.save_attributes, _HANDLE)
     absent = object()
     found = [(module, [(name, vars(module).get(name, absent)) for name in names]) for module in model.modules()]
-    befores = [guard(_valueless(hook)) for hook in hooks.pre_forward]
-    afters = [guard(_valueless(hook)) for hook in hooks.post_forward]
-    resets = [guard(_valueless(hook)) for hook in hooks.reset_state]
+    befores, afters, resets = (
+        [guard(hook) for hook in several] for several in (hooks.pre_forward, hooks.post_forward, hooks.reset_state)
+    )
 
-    def before(module: nn.Module, args: Any) -> None:
+    modules, running = module_paths(root), list[Any]()
+
+    def before(path: str, args: Any) -> None:
+        running.append(args)
         for hook in befores:
-            hook(module, args)
+            hook(modules[path], args)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        for hook in afters:
-            hook(module, args, output)
+    def after(path: str, output: Any) -> None:
+        args = running.pop()
+        # A forward that raises has no output.
+        for hook in afters if output is not None else ():
+            hook(modules[path], args, output)
 
     with ExitStack() as stack:
         stack.callback(_restore, found, absent)
         if befores or afters:
             for module in root.modules():
                 vars(module)[_HANDLE] = memory_info
-            stack.enter_context(module_hooks(root, before, after))
+            if not is_compiled(root):
+                stack.enter_context(module_calls(root, before, after))
         state = UserState(root, tuple(hooks.save_attributes), resets)
         state.reset()
         yield state
@@ -217,13 +294,6 @@ class UserState:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _valueless(hook: Callable[..., Any]) -> Callable[..., None]:
-    def call(*values: Any) -> None:
-        hook(*values)
-
-    return call
 
 
 def _plain(value: Any) -> Any:

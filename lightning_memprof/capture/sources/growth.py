@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_memprof.artifacts.series import HolderRow
+from lightning_memprof.artifacts.series import WITH_GRAPH, HolderRow
 from lightning_memprof.capture.census import (
     LEAST_ENTRIES,
     MOST_NODES,
     Census,
     Group,
     full_name,
-    graphs,
     grouped,
     large_objects,
+    largest_graph,
     thawed,
 )
 from lightning_memprof.capture.sources.assignments import Assignments
@@ -39,7 +39,7 @@ from lightning_memprof.capture.sources.holders import (
 )
 from lightning_memprof.capture.sources.objects import tracked_objects
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
-from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
+from lightning_memprof.capture.sources.saved_graph import SavedGraph
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunction
 from lightning_memprof.units import MIB, format_bytes
@@ -67,19 +67,33 @@ _UNCOUNTED: Final = frozenset(
 _CLOSED: Final = (type, ModuleType, FunctionType, CodeType, torch.nn.Module)
 _DEPTH: Final = 12
 _MORE: Final = " and others"
+_UNHELD: Final = "no Python object"
+_GRAPH: Final = "autograd graph"
 
 
 class _Content:
     """The bytes that new entries of a container own, each once; what existed before is not theirs."""
 
-    def __init__(self, before: Census, storages: Iterable[int]) -> None:
+    def __init__(self, before: Census, storages: Iterable[int], search: HolderSearch) -> None:
         self._before = before.lengths
-        self._graph = SavedGraph() if can_read() else None
+        self._search = search
+        self._graph = SavedGraph()
         self.storages = set(storages)
         self._nodes: set[Any] = set()
         self._seen: set[int] = set()
         self.label = ""
         self._largest = -1
+
+    def mean(self, container: Any, more: int) -> float:
+        """Return the mean bytes of the new entries, which dictionaries and lists have at the end, by some of them.
+
+        What the first one shares with the others does not count: it is not what each of them adds.
+        """
+        entries = entries_of(container)[-more:]
+        entries = entries[:: max(1, len(entries) // _ENTRIES)][-_ENTRIES:]
+        self._search.ignore(entries)
+        sizes = [self.add(entry) for entry in entries]
+        return sum(sizes[1:]) / len(sizes[1:]) if len(sizes) > 1 else float(sum(sizes))
 
     def add(self, entry: Any) -> int:
         """Return the bytes that an entry adds; what an earlier one has too is not added.
@@ -132,18 +146,21 @@ class _Content:
             self.storages.add(address)
         saved = 0
         with DisableTorchFunction():
-            shape = ",".join(map(str, tensor.shape))
-            if self._graph is not None and not tensor.is_leaf:
+            words = _shaped(type_name(tensor), tensor.shape)
+            if not tensor.is_leaf:
                 saved = self._graph.read(tensor, self.storages, self._nodes, MOST_NODES).held_bytes
-        words = f"{type_name(tensor)}[{shape}]"
-        return size + saved, f"{words} with its graph" if saved else words
+        return size + saved, f"{words}{WITH_GRAPH}" if saved else words
 
 
 def described(value: Any) -> str:
     """Return the class of a value, of an array with its shape and dtype."""
     if issubclass(type(value), np.ndarray):
-        return f"{type_name(value)}[{','.join(map(str, value.shape))}] {value.dtype}"
+        return f"{_shaped(type_name(value), value.shape)} {value.dtype}"
     return type_name(value)
+
+
+def _shaped(name: str, shape: Iterable[int]) -> str:
+    return f"{name}[{','.join(map(str, shape))}]"
 
 
 def _parts(value: Any) -> list[Any]:
@@ -151,19 +168,6 @@ def _parts(value: Any) -> list[Any]:
     if type(value) is FrameType:
         return [part for part in gc.get_referents(value) if type(part) not in (FrameType, dict)]
     return gc.get_referents(value)
-
-
-def _mean_bytes(container: Any, more: int, content: _Content, search: HolderSearch) -> float:
-    """Return the mean bytes of a new entry.
-
-    What the first entry shares with the others does not count: it is not what each of them adds.
-    """
-    # Dictionaries and lists have the new ones at the end.
-    entries = entries_of(container)[-more:]
-    entries = entries[:: max(1, len(entries) // _ENTRIES)][-_ENTRIES:]
-    search.ignore(entries)
-    sizes = [content.add(entry) for entry in entries]
-    return sum(sizes[1:]) / len(sizes[1:]) if len(sizes) > 1 else float(sum(sizes))
 
 
 def grown_holders(
@@ -181,10 +185,10 @@ def grown_holders(
     device = (now.device_bytes or 0) - (before.device_bytes or 0)
     grown = max(now.rss_bytes - before.rss_bytes, device, 0)
     search = HolderSearch(model, seconds)
-    compared = _Comparison(before, now, search, max(_LEAST_BYTES, round(_LEAST_SHARE * grown)))
-    rows = compared.rows(set(skip), grown)
-    rows += _touched(before, now, compared.least)
-    rest = grown - sum(row.added_bytes or 0 for row in rows)
+    least = max(_LEAST_BYTES, round(_LEAST_SHARE * grown))
+    rows = _Comparison(before, now, search, set(skip), least).rows(grown)
+    rows += _touched(before, now, least)
+    rest = grown - _total(rows)
     is_free = 2 * (now.free_bytes - before.free_bytes) >= rest
     # Without time left, the rest may have a holder; freed memory has none.
     if rest >= max(_LEAST_REMAINDER, grown // 4) and (is_free or not search.is_over):
@@ -192,6 +196,10 @@ def grown_holders(
     for row in rows:
         row.step, row.since_step, row.grown_bytes = now.step, before.step, grown
     return rows
+
+
+def _total(rows: Iterable[HolderRow]) -> int:
+    return sum(row.added_bytes or 0 for row in rows)
 
 
 def _touched(before: Census, now: Census, least: int) -> list[HolderRow]:
@@ -210,50 +218,85 @@ def _touched(before: Census, now: Census, least: int) -> list[HolderRow]:
 class _Comparison:
     """Two moments of a program, and the search for the holders of the difference; kept no longer than that.
 
+    What grows is a container, the tensors of one shape, the graph of a tensor, the objects of a type, or an array.
+
     Args:
         before: an earlier moment.
         now: the current moment.
         search: names holders.
+        skip: storages of parameters, by address.
         least: bytes that are worth a row.
     """
 
-    def __init__(self, before: Census, now: Census, search: HolderSearch, least: int) -> None:
+    def __init__(self, before: Census, now: Census, search: HolderSearch, skip: set[int], least: int) -> None:
         self._before = before
         self._now = now
         self._search = search
-        self.least = least
+        self._skip = skip
+        self._least = least
         self._assignments = Assignments()
         self._storages = before.storages()
         self._rows: dict[str, HolderRow] = {}
-        # Places whose row has all that they hold; another one may have tensors of several shapes.
-        self._whole: frozenset[str] = frozenset()
+        # Places with a row of another kind of growth, which has all that they hold.
+        self._known: list[str] = []
 
-    def rows(self, skip: set[int], grown: int) -> list[HolderRow]:
-        """Return the holders, the largest first."""
-        self._containers(skip)
-        self._whole = frozenset(self._rows)
-        self._tensors()
-        self._graphs(skip, grown)
-        if sum(row.added_bytes or 0 for row in self._rows.values()) < grown // 2:
-            self._types()
-            self._large()
+    def rows(self, grown: int) -> list[HolderRow]:
+        """Return the holders of ``grown`` bytes, the largest first."""
+        for searched in (self._containers, self._tensors, self._graphs, self._types, self._large):
+            # Types and arrays only where the others do not explain the growth.
+            if searched == self._types and _total(self._rows.values()) >= grown // 2:
+                break
+            self._known = [*self._rows]
+            searched(grown)
         # A container within another one of them is part of it.
-        found = [row for place, row in self._rows.items() if not any(_is_within(place, other) for other in self._rows)]
+        found = [row for place, row in self._rows.items() if not _is_known(place, self._rows, itself=False)]
         return sorted(found, key=lambda row: -(row.added_bytes or 0))[:_MOST_ROWS]
 
-    def _add(self, holder: Holder, place: str, row: HolderRow) -> None:
-        """Add a holder; several containers at one place are one."""
-        row.kind, row.place = row.kind or holder.kind, place
+    def _add(self, row: HolderRow, samples: list[Any], *, is_group: bool = False) -> None:
+        """Add the row of objects that have grown, at the place of some of them."""
+        self._search.ignore(samples)
+        holders: list[Holder] = []
+        for sample in samples:
+            holder = self._search.find(sample)
+            if holder is not None and _is_known(holder.place, self._known):
+                return
+            holders += [] if holder is None else [holder]
+            # Three of one place are enough; without time left, a chain is cut short.
+            is_sure = len(holders) >= _ENOUGH and len({holder.place for holder in holders}) == 1
+            if is_sure or (holders and self._search.is_over):
+                break
+        if holders:
+            places = Counter(holder.place for holder in holders)
+            self._add_held(row, samples[0], max(holders, key=lambda holder: places[holder.place]), is_group=is_group)
+        elif is_group and not self._search.is_over:
+            # Only autograd or C++ refers to them, or a function that runs.
+            row.kind = _UNHELD
+            self._rows[row.content or ""] = row
+
+    def _add_held(self, row: HolderRow, value: Any, holder: Holder, *, is_group: bool) -> None:
+        kind, place, bound = holder.kind, holder.place, holder.bound
+        if is_container(value):
+            # An entry of the container; that of a cache has no index.
+            place += "" if kind == "lru_cache" or place.endswith("[...]") else "[...]"
+            bound = bound if (own := bound_of(value)) is None else own
+            kind = "sample cache" if kind == "data set" and _has_indices(value) else kind
+        elif is_group and self._before.lengths.get(holder.owner_id) == holder.entries:
+            # A container of a fixed size, whose entries are replaced.
+            bound = holder.entries
+        elif row.kind == _GRAPH:
+            # What it saves includes the tensors that no object of Python refers to.
+            self._rows = {place: row for place, row in self._rows.items() if row.kind != _UNHELD}
+        row.kind, row.place, row.bound = row.kind or kind, place, bound
         row.line, row.source = self._assignments.first(holder.places)
-        row.bound = holder.bound if row.bound is None else row.bound
         known = self._rows.setdefault(place, row)
         if known is not row:
+            # Several containers, or tensors of several shapes, at one place are one.
             for name in ("count", "added", "added_bytes"):
                 setattr(known, name, (getattr(known, name) or 0) + (getattr(row, name) or 0))
             if row.content != known.content:
                 known.content = f"{(known.content or '').removesuffix(_MORE)}{_MORE}"
 
-    def _containers(self, skip: set[int]) -> None:
+    def _containers(self, _: int) -> None:
         """Add the containers that have more entries, by the mean size of their entries."""
         known = self._before.lengths
         grown = [
@@ -265,157 +308,97 @@ class _Comparison:
         grown.sort(key=lambda pair: pair[1])
         del grown[:-_MOST_CONTAINERS]
         self._search.ignore(grown, *grown)
-        sized: list[tuple[float, str, Any]] = []
-        self._search.ignore(sized)
+        found: list[tuple[HolderRow, list[Any]]] = []
         # A tensor in many lists is one.
-        counted = self._storages | skip
+        counted = self._storages | self._skip
         while grown and not self._search.is_over:
             container, more = grown.pop()
-            content = _Content(self._before, counted)
-            size = more * _mean_bytes(container, more, content, self._search)
-            counted = content.storages
-            if size >= self.least:
-                entry = size, content.label, container
-                self._search.ignore(entry)
-                sized.append(entry)
-        sized.sort(key=lambda entry: -entry[0])
-        for size, label, container in sized[:_CANDIDATES]:
-            holder = self._search.find(container)
-            if holder is None:
-                continue
-            # An entry of the container; that of a cache has no index.
-            is_named = holder.kind == "lru_cache" or holder.place.endswith("[...]")
-            place = holder.place if is_named else f"{holder.place}[...]"
-            entries = length_of(container)
-            added = entries - known.get(id(container), 0)
-            row = HolderRow(content=label, count=entries, added=added, added_bytes=round(size))
-            row.bound = bound_of(container)
-            if holder.kind == "data set" and _has_indices(container):
-                row.kind = "sample cache"
-            self._add(holder, place, row)
+            row, counted = self._sized(container, more, counted)
+            if (row.added_bytes or 0) >= self._least:
+                row.added = length_of(container) - known.get(id(container), 0)
+                found.append((row, [container]))
+                self._search.ignore(found[-1][1])
+        found.sort(key=lambda pair: -(pair[0].added_bytes or 0))
+        for row, value in found[:_CANDIDATES]:
+            self._add(row, value)
 
-    def _tensors(self) -> None:
-        """Add the holders of the groups of tensors that have more members, by some of the new ones."""
-        before = self._before.groups
-        more = {
-            group: (number - before.get(group, (0, 0))[0], size - before.get(group, (0, 0))[1])
-            for group, (number, size) in self._now.groups.items()
-        }
-        groups = [group for group in more if more[group][1] >= self.least]
-        groups = sorted(groups, key=lambda group: -more[group][1])[:_GROUPS]
-        if not groups:
+    def _sized(self, container: Any, more: int, counted: set[int]) -> tuple[HolderRow, set[int]]:
+        """Return the row of a container with more entries, and the storages that are counted by then."""
+        content = _Content(self._before, counted, self._search)
+        size = round(more * content.mean(container, more))
+        row = HolderRow(content=content.label, count=length_of(container), added=more, added_bytes=size)
+        return row, content.storages
+
+    def _tensors(self, _: int) -> None:
+        """Add the groups of tensors that have more members, by some of the new ones."""
+        more = (self._now.tensor_bytes - self._before.tensor_bytes).most_common(_GROUPS)
+        members: dict[Group, list[torch.Tensor]] = {group: [] for group, size in more if size >= self._least}
+        if not members:
             return
         tensors = tracked_tensors()
-        self._search.ignore(tensors)
-        members: dict[Group, list[torch.Tensor]] = {group: [] for group in groups}
+        self._search.ignore(tensors, members, *members.values())
         for tensor, group, parts in grouped(tensors):
             if group in members and not self._storages.issuperset(parts):
                 members[group].append(tensor)
         tensors.clear()
-        self._search.ignore(members, *members.values())
-        for group, found in members.items():
-            self._group(group, found, more[group])
-            found.clear()
+        for group, size in more[: len(members)]:
+            new = members[group]
+            added = self._now.tensor_counts[group] - self._before.tensor_counts[group]
+            row = HolderRow(content=_shaped(*group[:2]), count=len(new), added=added, added_bytes=size)
+            self._add(row, new[:: max(1, len(new) // _SAMPLES)][-_SAMPLES:], is_group=True)
+            new.clear()
 
-    def _group(self, group: Group, members: list[torch.Tensor], more: tuple[int, int]) -> None:
-        chosen = members[:: max(1, len(members) // _SAMPLES)][-_SAMPLES:]
-        self._search.ignore(chosen)
-        holders: list[Holder] = []
-        for tensor in chosen:
-            holder = self._search.find(tensor)
-            if holder is not None and _is_known(holder.place, self._whole):
-                return
-            if holder is not None:
-                holders.append(holder)
-            # Three of one place are enough; without time left, a chain is cut short.
-            if len(holders) >= _ENOUGH and len({other.place for other in holders}) == 1:
-                break
-            if holders and self._search.is_over:
-                break
-        words = f"{group[0]}[{','.join(map(str, group[1]))}]"
-        row = HolderRow(content=words, count=len(members), added=more[0], added_bytes=more[1])
-        if holders and self._before.lengths.get(holders[0].owner_id) == holders[0].entries:
-            # A container of a fixed size, whose entries are replaced.
-            row.bound = holders[0].entries
-        if not holders:
-            # Only autograd or C++ refers to them, or a function that runs.
-            row.kind = "no Python object"
-            if not self._search.is_over:
-                self._rows[words] = row
-            return
-        place, _ = Counter(holder.place for holder in holders).most_common(1)[0]
-        self._add(next(holder for holder in holders if holder.place == place), place, row)
-
-    def _graphs(self, skip: set[int], grown: int) -> None:
-        """Add the holder of the tensor whose graph keeps the most, if that has grown."""
+    def _graphs(self, grown: int) -> None:
+        """Add the tensor whose graph keeps the most, if that has grown."""
         tensors = tracked_tensors()
         self._search.ignore(tensors)
-        largest, root = SavedStorages(), None
-        for tensor, graph in graphs(tensors, skip):
-            if graph.held_bytes > largest.held_bytes:
-                largest, root = graph, tensor
+        root, largest = largest_graph(tensors, self._skip)
         tensors.clear()
         added = largest.held_bytes - self._before.graph_bytes
-        if root is None or added < self.least:
+        if root is None or added < self._least:
             return
-        holder = self._search.find(root)
-        if holder is not None and not _is_known(holder.place, self._rows):
-            shape = ",".join(map(str, root.shape))
-            words = f"{type_name(root)}[{shape}] with its graph"
-            # What it saves includes the tensors that no object of Python refers to.
-            for name in [name for name, row in self._rows.items() if row.kind == "no Python object"]:
-                del self._rows[name]
-            if largest.is_cut:
-                added = max(added, grown - sum(row.added_bytes or 0 for row in self._rows.values()))
-            self._add(holder, holder.place, HolderRow(kind="autograd graph", content=words, added_bytes=added))
+        if largest.is_cut:
+            added = max(added, grown - _total(row for row in self._rows.values() if row.kind != _UNHELD))
+        words = f"{_shaped(type_name(root), root.shape)}{WITH_GRAPH}"
+        self._add(HolderRow(kind=_GRAPH, content=words, added_bytes=added), [root])
 
-    def _large(self) -> None:
-        """Add the holder of the largest new array, if large objects have grown: one that each step replaces."""
+    def _types(self, _: int) -> None:
+        """Add the types that have more objects, by their last object."""
+        more = (self._now.types - self._before.types).most_common()
+        more = [(name, number) for name, number in more if number >= LEAST_ENTRIES]
+        for name, number in [pair for pair in more if pair[0].rpartition(".")[2] not in _UNCOUNTED][:_CANDIDATES]:
+            if self._search.is_over:
+                break
+            objects = tracked_objects(lambda kind, name=name: full_name(kind) == name)  # type: ignore[misc]
+            self._search.ignore(objects)
+            if objects and not issubclass(type(objects[0]), torch.Tensor):
+                row = self._sized(objects, number, self._storages)[0]
+                if (row.added_bytes or 0) >= self._least:
+                    self._add(row, objects[-1:])
+            objects.clear()
+
+    def _large(self, _: int) -> None:
+        """Add the largest new array, if large objects have grown: one that each step replaces."""
         before = self._before.large
         if before is None or self._search.is_over:
             return
         largest, value, total = 0, None, 0
-        for found, size in large_objects(self.least):
+        for found, size in large_objects(self._least):
             total += size
             if size > largest and before.get(id(found)) != size:
                 largest, value = size, found
         added = total - sum(before.values())
-        if value is not None and added >= self.least and (holder := self._search.find(value)) is not None:
-            self._add(holder, holder.place, HolderRow(content=described(value), added_bytes=min(added, largest)))
-
-    def _types(self) -> None:
-        """Add the holders of the types that have more objects, by some of their objects."""
-        before = self._before.types
-        more = {name: number - before.get(name, 0) for name, number in self._now.types.items()}
-        names = [name for name in sorted(more, key=lambda name: -more[name]) if more[name] >= LEAST_ENTRIES]
-        names = [name for name in names if name.rpartition(".")[2] not in _UNCOUNTED]
-        for name in names[:_CANDIDATES]:
-            if self._search.is_over:
-                break
-            objects = tracked_objects(lambda kind, name=name: full_name(kind) == name)  # type: ignore[misc]
-            if not objects or issubclass(type(objects[0]), torch.Tensor):
-                continue
-            self._search.ignore(objects)
-            content = _Content(self._before, self._storages)
-            size = more[name] * _mean_bytes(objects, more[name], content, self._search)
-            if size >= self.least and (holder := self._search.find(objects[-1])) is not None:
-                row = HolderRow(content=content.label, count=len(objects), added=more[name])
-                row.added_bytes = round(size)
-                if not _is_known(holder.place, self._rows):
-                    self._add(holder, holder.place, row)
-            objects.clear()
+        if value is not None and added >= self._least:
+            self._add(HolderRow(content=described(value), added_bytes=min(added, largest)), [value])
 
 
 def _has_indices(container: Any) -> bool:
     return type(container) is dict and all(type(key) is int for key in list(container)[:_ENTRIES])
 
 
-def _is_known(place: str, rows: Iterable[str]) -> bool:
-    return any(place == known or _is_within(place, known) for known in rows)
-
-
-def _is_within(place: str, other: str) -> bool:
-    return place != other and place.startswith(other)
+def _is_known(place: str, rows: Iterable[str], *, itself: bool = True) -> bool:
+    """Return whether a place, or one that it is within, is among those of rows."""
+    return any(place.startswith(known) and (itself or place != known) for known in rows)
 
 
 @thawed()

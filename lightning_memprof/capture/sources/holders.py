@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from time import thread_time_ns
 from types import (
-    AsyncGeneratorType,
     CellType,
     CodeType,
-    CoroutineType,
     FrameType,
     FunctionType,
     GeneratorType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
     TracebackType,
@@ -33,7 +32,6 @@ CONTAINERS: Final = (list, dict, set, deque)
 CYCLE: Final = "reference cycle"
 _LRU_CACHE: Final = type(lru_cache(maxsize=1)(len))
 _PLUMBING: Final = (tuple, CellType, FunctionType, MethodType, FrameType, TracebackType, ModuleType)
-_SUSPENDED: Final = (GeneratorType, CoroutineType, AsyncGeneratorType)
 # A chain of more references says nothing more; one that branches more is not followed everywhere: 25 ms each.
 _DEPTH: Final = 10
 _WIDTH: Final = 6
@@ -174,12 +172,10 @@ class HolderSearch:
         if sys.version_info < (3, 11):
             # Later versions do not show the frames of running functions.
             for frame in sys._current_frames().values():  # noqa: SLF001 the documented way to all stacks
-                self._ignore_stack(frame)
-
-    def _ignore_stack(self, frame: FrameType | None) -> None:
-        while frame is not None:
-            self._ours.add(id(frame))
-            frame = frame.f_back
+                at: FrameType | None = frame
+                while at is not None:
+                    self._ours.add(id(at))
+                    at = at.f_back
 
     @property
     def is_over(self) -> bool:
@@ -195,67 +191,57 @@ class HolderSearch:
 
         The shortest chain from a variable; a chain that starts at an object without a name if there is no other.
         """
-        chain = self._shortest(value)
-        return None if chain is None else self._described(chain)
-
-    def _shortest(self, value: Any) -> list[Any] | None:
-        # Our own lists: what they refer to, and cycles among them, must end with the search.
-        made: list[list[Any]] = []
-        self.ignore(made)
+        reached = [value]
+        self.ignore(reached)
         try:
-            return self._climb(value, made)
+            chain = self._climb(reached)
+            return None if chain is None else self._described(chain)
         finally:
             # An object of the program may get the address of one that ends.
-            self._ours.difference_update(map(id, made), (id(made),))
-            for own in made:
-                own.clear()
+            self._ours.discard(id(reached))
+            reached.clear()
 
-    def _climb(self, value: Any, made: list[list[Any]]) -> list[Any] | None:
-        # Paths from the value up: each is a list whose last entry is the owner of the one before it.
-        paths = self._own([self._own([value], made)], made)
-        seen = {id(value)}
-        fallback: list[Any] | None = None
-        cycle = is_cut = False
+    def _climb(self, reached: list[Any]) -> list[Any] | None:
+        """Return the chain to the first entry of ``reached``, to which the objects are added that lead to it."""
+        # By ``id``, the index of the object below.
+        below = {id(reached[0]): -1}
+        begin, instance = 0, -1
+        is_cycle = is_cut = False
         for _ in range(_DEPTH):
-            following = self._own([], made)
-            for path in paths:
-                owners = self._own(self._owners(path[-1]), made)
+            end = len(reached)
+            for at in range(begin, min(begin + _WIDTH, end)):
+                owners = self._owners(reached[at])
                 for owner in owners:
-                    cycle = cycle or id(owner) in seen
-                    if id(owner) in seen:
+                    if id(owner) in below:
+                        is_cycle = True
                         continue
-                    seen.add(id(owner))
-                    longer = self._own([*path, owner], made)
                     if (known := self._chains.get(id(owner))) is not None:
-                        return [*known, *longer[-2::-1]]
-                    if self._is_root(owner, path):
-                        return self._remembered(_from_instance(longer))
-                    if fallback is None and _is_instance(owner):
-                        fallback = longer[::-1]
-                        self.ignore(fallback)
-                    following.append(longer)
+                        return [*known, *_chain(reached, below, at)]
+                    below[id(owner)] = at
+                    reached.append(owner)
+                    if self._is_root(owner, reached[at]):
+                        return self._remembered(_from_instance(_chain(reached, below, len(reached) - 1)))
+                    if instance < 0 and _is_instance(owner):
+                        instance = len(reached) - 1
+                # It would be found as an owner of them.
+                owners.clear()
                 if self.is_over:
-                    return fallback
-            if not following:
+                    return _chain(reached, below, instance) or None
+            if len(reached) == end:
                 # If everything that leads to the value is known, no variable of the program is among it.
-                return [CYCLE, *max(paths, key=len)[::-1]] if cycle and not is_cut else fallback
-            is_cut = is_cut or len(following) > _WIDTH
-            paths = self._own(following[:_WIDTH], made)
-        return fallback
+                is_cycle = is_cycle and not is_cut
+                return [CYCLE, *_chain(reached, below, begin)] if is_cycle else _chain(reached, below, instance) or None
+            is_cut = is_cut or len(reached) - end > _WIDTH
+            begin = end
+        return _chain(reached, below, instance) or None
 
     def _remembered(self, chain: list[Any]) -> list[Any]:
         """Keep the chains to the owners in a chain: other values have the same ones."""
-        self._ours.add(id(chain))
-        for length in range(1, len(chain)):
-            part = chain[:length]
-            self._ours.add(id(part))
-            self._chains.setdefault(id(part[-1]), part)
+        for length, owner in enumerate(chain[:-1], 1):
+            if id(owner) not in self._chains:
+                self._chains[id(owner)] = part = chain[:length]
+                self._ours.add(id(part))
         return chain
-
-    def _own(self, found: list[Any], made: list[list[Any]]) -> list[Any]:
-        self._ours.add(id(found))
-        made.append(found)
-        return found
 
     def _owners(self, value: Any) -> list[Any]:
         """Return what refers to a value. The caller must not use it in a comprehension: a cell would refer to it."""
@@ -263,16 +249,15 @@ class HolderSearch:
         found = referrers(value)
         return [owner for owner in found if id(owner) not in ours and not _is_ours(owner)]
 
-    def _is_root(self, owner: Any, path: Sequence[Any]) -> bool:
+    def _is_root(self, owner: Any, value: Any) -> bool:
         kind = type(owner)
-        if id(owner) in self._globals or id(owner) in self._named or kind in (_LRU_CACHE, *_SUSPENDED):
+        if id(owner) in self._globals or id(owner) in self._named or kind in (_LRU_CACHE, GeneratorType):
             return True
         if kind is FunctionType:
-            return path[-1] is not owner.__globals__
+            return value is not owner.__globals__
         return issubclass(kind, type) or is_known(kind)
 
     def _described(self, chain: list[Any]) -> Holder:
-        self.ignore(chain)
         if type(chain[0]) is str:
             names = list(dict.fromkeys(type_name(part) for part in chain[1:] if not _is_plumbing(part)))
             places = tuple(place for part in chain[1:] if (place := Place.of_class(type(part))) is not None)
@@ -323,14 +308,9 @@ class HolderSearch:
             function = getattr(root, "__wrapped__", None)
             name = f"{getattr(root, '__module__', '?')}.{getattr(root, '__qualname__', '?')}"
             return "lru_cache", f"lru_cache of {name}", 1 + (type(held) is dict), [Place.of_function(function)]
-        if kind in _SUSPENDED:
-            code = root.gi_code if kind is GeneratorType else getattr(root, "cr_code", None) or root.ag_code
-            return (
-                "generator",
-                f"generator {code.co_qualname if sys.version_info >= (3, 11) else code.co_name}",
-                1,
-                [Place.of_local(code)],
-            )
+        if kind is GeneratorType:
+            name = root.__qualname__
+            return "generator", f"generator {name}", 1, [Place.of_local(root.gi_code, name)]
         if kind is FunctionType:
             return self._function(root, chain)
         if issubclass(kind, type):
@@ -373,11 +353,8 @@ def _is_ours(owner: Any) -> bool:
         return str(getattr(owner, "__module__", "")).startswith(_OURS)
     if kind is FrameType:
         return str(owner.f_globals.get("__name__", "")).startswith(_OURS)
-    if kind in _SUSPENDED:
-        code = getattr(owner, "gi_code", None)
-        return kind is GeneratorType and (
-            owner.gi_running or (code is not None and "lightning_memprof" in code.co_filename)
-        )
+    if kind is GeneratorType:
+        return bool(owner.gi_running or "lightning_memprof" in owner.gi_code.co_filename)
     # An iterator is a running loop's, in nearly all cases.
     return kind.__module__.startswith(_OURS) or kind is CodeType or kind.__name__.endswith("iterator")
 
@@ -386,12 +363,20 @@ def _is_instance(owner: Any) -> bool:
     return bool(attributes_of(owner)) and not _is_plumbing(owner)
 
 
-def _from_instance(path: list[Any]) -> list[Any]:
-    """Return a path from its root; an object that only a function holds is known by its class."""
-    if type(path[-1]) is FunctionType or type(path[-1]) in _SUSPENDED:
-        last = next((at for at in range(len(path) - 2, 0, -1) if _is_instance(path[at])), len(path) - 1)
-        return path[last::-1]
-    return path[::-1]
+def _chain(reached: list[Any], below: dict[int, int], at: int) -> list[Any]:
+    """Return the objects from that at an index down to the first; empty below 0."""
+    chain: list[Any] = []
+    while at >= 0:
+        chain.append(reached[at])
+        at = below[id(reached[at])]
+    return chain
+
+
+def _from_instance(chain: list[Any]) -> list[Any]:
+    """Return a chain from its root; an object that only a function holds is known by its class."""
+    if type(chain[0]) in (FunctionType, GeneratorType):
+        return chain[next((at for at in range(1, len(chain) - 1) if _is_instance(chain[at])), 0) :]
+    return chain
 
 
 def _is_plumbing(owner: Any) -> bool:
@@ -442,18 +427,13 @@ def _attribute_step(owner: Any, held: Any) -> tuple[str, Place | None]:
     kind = type(owner)
     key = _key(attributes_of(owner), held)
     if key == "?":
-        key = next((name for name in _slots(kind) if _slot(owner, name) is held), "?")
+        slots = (slot for base in kind.__mro__ for slot in vars(base).values() if type(slot) is MemberDescriptorType)
+        key = next((slot.__name__ for slot in slots if _slot(owner, slot) is held), "?")
     return ("", None) if key == "?" else (_attribute(key), Place.of_attribute(kind, key))
 
 
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _slot(owner: Any, name: str) -> Any:
+def _slot(owner: Any, slot: MemberDescriptorType) -> Any:
     try:
-        return object.__getattribute__(owner, name)
+        return slot.__get__(owner)
     except AttributeError:
         return None

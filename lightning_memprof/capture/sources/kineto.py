@@ -78,11 +78,6 @@ class WindowTrace:
         self._process = os.getpid()
         register_after_fork(self, WindowTrace._stop_in_fork)
 
-    @property
-    def owner(self) -> object:
-        """The object that torch's profiler passes to Kineto."""
-        return self.profiler.profiler
-
     def prepare(self, ranges: ExitStack, cut_actions: Callable[[], None]) -> None:
         """Warm up Kineto; ``ranges`` are closed before the trace stops."""
         self.profiler.prepare_trace()
@@ -329,15 +324,10 @@ class TraceFile:
 
     def export(self, path: str, use_python_export: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 torch's
         """Replace ``torch.profiler.profile.export_chrome_trace``."""
-        if self.raw.exists():
-            if str(path).endswith(".gz"):
-                # isal releases the GIL.
-                with self.raw.open("rb") as raw, igzip.open(path, "wb", compresslevel=FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
-                    shutil.copyfileobj(raw, gz, 1 << 20)
-            else:
-                shutil.copyfile(self.raw, path)
-        elif str(path).endswith(".gz"):
-            shutil.copyfile(self.trace, path)
-        else:
-            with gzip.open(self.trace, "rb") as source, Path(path).open("wb") as target:
-                shutil.copyfileobj(source, target)
+        is_compressed = str(path).endswith(".gz")
+        with (
+            self.raw.open("rb") if self.raw.exists() else gzip.open(self.trace, "rb") as source,
+            # isal releases the GIL.
+            igzip.open(path, "wb", FAST_LEVEL) if is_compressed else Path(path).open("wb") as target,  # type: ignore[no-untyped-call]
+        ):
+            shutil.copyfileobj(source, target, 1 << 20)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import psutil
 import torch
 
+from lightning_memprof.capture.sources.proc import OpenFile, read_file
 from lightning_memprof.units import KIB, MIB
 
 NO_ACCELERATOR: Final = "no accelerator"
@@ -36,28 +37,25 @@ _MEMORY_FILES: Final = (
 )
 
 
-class ResidentSize:
+class ResidentSize(OpenFile):
     """Reads the resident memory (RSS) of this process; about 4 µs on Linux, from one open file."""
 
     def __init__(self) -> None:
+        super().__init__("/proc/self/statm")
         self._process = psutil.Process()
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        try:
-            self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._fd = -1
+        self._step, self._after_step = -1, 0
 
     def read(self) -> int:
         """Return the RSS in bytes."""
-        if self._fd < 0:
-            return int(self._process.memory_info().rss)
-        return int(os.pread(self._fd, 96, 0).split(b" ", 2)[1]) * self._page_bytes
+        pages = self.content()
+        return int(pages.split(b" ", 2)[1]) * self._page_bytes if pages else int(self._process.memory_info().rss)
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def after_step(self, step: int) -> int:
+        """Return the RSS after a step: one reading for all collectors that follow the run."""
+        if step != self._step:
+            self._step, self._after_step = step, self.read()
+        return self._after_step
 
 
 class _MallInfo(ctypes.Structure):
@@ -108,19 +106,10 @@ def peak_rss_bytes(at_least: int) -> int:
     Args:
         at_least: the RSS that was just read; the kernel updates the peak later than the RSS.
     """
-    if sys.platform == "linux" and (high_water := _status().partition(b"VmHWM:")[2]):
+    if sys.platform == "linux" and (high_water := read_file("/proc/self/status").partition(b"VmHWM:")[2]):
         return max(at_least, int(high_water.split(b"kB", 1)[0]) * KIB)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(at_least, peak if sys.platform == "darwin" else peak * KIB)
-
-
-def _status() -> bytes:
-    """Return Linux's status of this process, about 30 µs; empty without /proc."""
-    try:
-        with open("/proc/self/status", "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
-            return file.read()
-    except OSError:
-        return b""
 
 
 def allocator_backend(device: torch.device) -> str:
@@ -142,10 +131,7 @@ def without_statistics(device: torch.device) -> str | None:
 
 def mapped_files() -> list[range]:
     """Return the addresses at which files are mapped, in their order; empty without ``maps`` of proc(5)."""
-    try:
-        lines = Path("/proc/self/maps").read_bytes().splitlines()
-    except OSError:
-        return []
+    lines = read_file("/proc/self/maps").splitlines()
     return [range(first, last) for first, last, path in map(_mapping, lines) if _is_file(path)]
 
 
@@ -166,14 +152,9 @@ def mapped_sizes() -> dict[str, int]:
     A block is a mapping of 16 MiB or more without a file. Source: ``smaps`` of proc(5), which walks the page tables: 40
     to 70 ms per GiB; empty without it.
     """
-    try:
-        with open("/proc/self/smaps", "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
-            lines = file.readall().splitlines()
-    except OSError:
-        return {}
     sizes: dict[str, int] = {}
     key: str | None = None
-    for line in lines:
+    for line in read_file("/proc/self/smaps").splitlines():
         fields = line.split(None, 5)
         if not fields[0].endswith(b":"):
             first, last, path = _mapping(line)

@@ -35,16 +35,14 @@ class MethodCall:
         function: the method's name.
         suspends: whether it is a generator or a coroutine, whose body other code interrupts.
         raised: at its end, the name of the exception's class; None if it returned, or a generator was closed.
-        note: the listener's own.
     """
 
-    __slots__ = ("function", "note", "raised", "suspends")
+    __slots__ = ("function", "raised", "suspends")
 
     def __init__(self, function: str, *, suspends: bool) -> None:
         self.function = function
         self.suspends = suspends
         self.raised: str | None = None
-        self.note: Any = None
 
 
 class MethodListener(Protocol):

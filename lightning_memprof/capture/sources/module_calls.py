@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -13,14 +12,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.room import Room, with_room
 from lightning_memprof.capture.sources.compiled import (
     COMPILED_CALL,
     compiled_modules,
-    is_compiled,
     is_redirected,
     module_paths,
     outside_of_compilers,
@@ -219,144 +216,3 @@ def _compiled_call(module: nn.Module, listener: _Listener, thread: int, link: Li
             _end((listener,), output)
 
     return call
-
-
-@contextmanager
-def module_hooks(
-    root: nn.Module, before: Callable[[nn.Module, Any], None], after: Callable[[nn.Module, Any, Any], None]
-) -> Iterator[bool]:
-    """Call ``before(module, args)`` and ``after(module, args, output)`` around the forward of every module of ``root``.
-
-    Like torch's own hooks they are called in the thread of the forward, and ``after`` is not called if it raises. Their
-    results are ignored, and the modules hold no reference to them.
-
-    Yields:
-        Whether they are called: not if a part of ``root`` is compiled.
-    """
-    if is_compiled(root):
-        yield False
-        return
-    members = {id(module) for module in root.modules()}
-
-    def begin(module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and id(module) in members:
-            before(module, args)
-
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and id(module) in members:
-            after(module, args, output)
-
-    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
-    try:
-        yield True
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@dataclass
-class _Figure:
-    """One quantity: at the start of the first forward, at the end of the last, and the growth over all forwards."""
-
-    before: int = 0
-    after: int = 0
-    added: int = 0
-    began: int = 0
-
-    def named(self, name: str) -> dict[str, int]:
-        return {f"{name}_pre_forward": self.before, f"{name}_post_forward": self.after, f"{name}_diff": self.added}
-
-
-class Forwards:
-    """The outermost forwards since ``packed_before`` bytes were saved for backward."""
-
-    def __init__(self, packed_before: int) -> None:
-        self.is_inside = False
-        self._packed_before = packed_before
-        self._count = 0
-        self._rss = _Figure()
-        self._npp = _Figure()
-
-    def begin(self, rss_bytes: int, packed_bytes: int) -> None:
-        """Start an outermost forward."""
-        for figure, now in ((self._rss, rss_bytes), (self._npp, packed_bytes - self._packed_before)):
-            figure.began = now
-            if self._count == 0:
-                figure.before = now
-        self._count += 1
-        self.is_inside = True
-
-    def end(self, rss_bytes: int, packed_bytes: int) -> None:
-        """End it; does nothing if none is open."""
-        if self.is_inside:
-            self.is_inside = False
-            for figure, now in ((self._rss, rss_bytes), (self._npp, packed_bytes - self._packed_before)):
-                figure.after = now
-                figure.added += now - figure.began
-
-    def rss(self) -> dict[str, int]:
-        """Return RSS in bytes; 0 without a forward."""
-        return self._rss.named("rss")
-
-    def npp(self) -> dict[str, int]:
-        """Return bytes of saved activations; 0 without a forward."""
-        return self._npp.named("npp")
-
-
-class ForwardWatch:
-    """Reads memory at the start and end of the outermost forwards of a model's modules, in the creating thread.
-
-    The modules inside an outermost forward are not read; each costs two function calls.
-
-    Args:
-        model: the model; no part of it is compiled.
-        rss: returns the RSS in bytes.
-        packed: returns the bytes saved for backward so far.
-        guard: wraps a function so that it cannot raise into the user's code.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        rss: Callable[[], int],
-        packed: Callable[[], int],
-        guard: Callable[[Callable[..., None]], Any],
-    ) -> None:
-        self._rss = rss
-        self._packed = packed
-        self._open: list[Forwards] = []
-        # For each running forward, those for which it is an outermost one.
-        self._inside: list[list[Forwards]] = []
-        self._calls = ExitStack()
-        self._calls.enter_context(module_calls(model, guard(self._begin), guard(self._end)))
-
-    def open(self) -> Forwards:
-        """Watch the forwards that start from now on."""
-        forwards = Forwards(self._packed())
-        self._open.append(forwards)
-        return forwards
-
-    def close(self, forwards: Forwards) -> None:
-        """Stop watching; a running forward ends here."""
-        if forwards in self._open:
-            self._open.remove(forwards)
-            forwards.end(self._rss(), self._packed())
-
-    def release(self) -> None:
-        """Watch nothing from now on."""
-        self._open.clear()
-        self._calls.close()
-
-    def _begin(self, *_: object) -> None:
-        waiting = [forwards for forwards in self._open if not forwards.is_inside]
-        self._inside.append(waiting)
-        if waiting:
-            rss, packed = self._rss(), self._packed()
-            for forwards in waiting:
-                forwards.begin(rss, packed)
-
-    def _end(self, *_: object) -> None:
-        if self._inside and (waiting := self._inside.pop()):
-            rss, packed = self._rss(), self._packed()
-            for forwards in waiting:
-                forwards.end(rss, packed)

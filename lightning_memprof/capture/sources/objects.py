@@ -11,7 +11,6 @@ import gc
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache, partial, reduce
 from itertools import chain, compress, islice, repeat
 from typing import Any, Final
@@ -19,25 +18,22 @@ from typing import Any, Final
 _TUPLE: Final = id(tuple)
 _MOST_ENTRIES: Final = 4096
 
-Ask = Callable[[], list[Any]]
 
-
-def tracked_types(ask: Ask = gc.get_objects) -> list[tuple[type, int]]:
+def tracked_types() -> list[tuple[type, int]]:
     """Return the types of the objects that the garbage collector tracks, each with the number of its objects."""
-    types = _types(ask)
+    types = _types()
     numbers = Counter(map(id, types))
     return [(kind, numbers[key]) for key, kind in _by_id(types).items()]
 
 
-def tracked_objects(wanted: Callable[[type], bool], ask: Ask = gc.get_objects) -> list[Any]:
+def tracked_objects(wanted: Callable[[type], bool]) -> list[Any]:
     """Return the objects that the garbage collector tracks, of all wanted types except tuples.
 
     Args:
         wanted: called with each type.
-        ask: returns the objects, ``partial(gc.get_objects, generation=0)`` for instance.
     """
-    ids = {key for key, kind in _by_id(_types(ask)).items() if kind is not tuple and wanted(kind)}
-    return _taken(_chosen(_times(2, _answer(ask)), ids.__contains__))
+    ids = {key for key, kind in _by_id(_types()).items() if kind is not tuple and wanted(kind)}
+    return _taken(_chosen(_times(2, _answer(gc.get_objects)), ids.__contains__))
 
 
 def referents_of_tuples(wanted: set[int]) -> list[tuple[int, list[Any]]]:
@@ -89,8 +85,8 @@ def _final_sizes() -> dict[int, int]:
     return {size: size for size in range(_MOST_ENTRIES + 1) if size not in growing}
 
 
-def _types(ask: Ask) -> list[type]:
-    return _taken(map(partial(map, type), _answer(ask)))
+def _types() -> list[type]:
+    return _taken(map(partial(map, type), _answer(gc.get_objects)))
 
 
 def _by_id(types: list[type]) -> dict[int, type]:
@@ -98,7 +94,7 @@ def _by_id(types: list[type]) -> dict[int, type]:
     return dict(zip(map(id, types), types, strict=True))
 
 
-def _answer(ask: Ask) -> Iterator[list[Any]]:
+def _answer(ask: Callable[[], list[Any]]) -> Iterator[list[Any]]:
     """Return an iterator over one list, which is asked for at its first use."""
     return islice(iter(ask, None), 1)
 
@@ -116,20 +112,14 @@ def _chosen(twice: Iterator[Iterable[Any]], choose: Callable[[int], bool]) -> It
 
 def _taken(values: Iterator[Iterable[Any]]) -> list[Any]:
     """Return the values of iterables as a list."""
-    with _uncollected():
-        # Until the iterator has ended, it refers to the list of all objects, which refers to the iterator. The new list
-        # is not in that one.
-        joined: list[Any] = reduce(operator.add, map(list, values), [])
-    return joined
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Start no garbage collection: before Python 3.12 one may start inside C code, and runs Python."""
+    # Before Python 3.12 a garbage collection may start inside C code, and runs Python.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        # Until the iterator has ended, it refers to the list of all objects, which refers to the iterator. The new list
+        # is not in that one.
+        joined: list[Any] = reduce(operator.add, map(list, values), [])
+        return joined
     finally:
         if was_enabled:
             gc.enable()

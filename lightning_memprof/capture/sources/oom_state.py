@@ -10,10 +10,11 @@ import heapq
 import inspect
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, dropwhile, islice
 from operator import itemgetter
-from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType
 from typing import Any, Final, NamedTuple
 
 import psutil
@@ -55,15 +56,9 @@ def running_frames() -> list[Frame]:
 
     Reading the locals of a running frame would keep its tensors alive until it returns.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the documented way to the current stack
-    found: list[Frame] = []
-    callers = None if frame is None else frame.f_globals
-    while frame is not None and frame.f_globals is callers:
-        frame = frame.f_back
-    while frame is not None and len(found) < _MAX_FRAMES:
-        found.append(_text(frame, frame.f_lineno))
-        frame = frame.f_back
-    return found
+    caller = sys._getframe(1)  # noqa: SLF001 the documented way to the current stack
+    above = dropwhile(lambda entry: entry[0].f_globals is caller.f_globals, walk_stack(caller))
+    return [_text(frame, line) for frame, line in islice(above, _MAX_FRAMES)]
 
 
 def frames_of(error: BaseException, ended_as: BaseException | None = None) -> list[Frame]:
@@ -75,8 +70,8 @@ def frames_of(error: BaseException, ended_as: BaseException | None = None) -> li
     """
     chain = [error] if ended_as is None or ended_as is error else [error, ended_as]
     # The frame that caught the first and raised the last is in both.
-    entries = {id(entry.tb_frame): entry for part in chain for entry in reversed(list(_tracebacks(part)))}
-    return [_text(entry.tb_frame, entry.tb_lineno) for entry in entries.values()][:_MAX_FRAMES]
+    entries = {id(entry[0]): entry for part in chain for entry in reversed(list(walk_tb(part.__traceback__)))}
+    return [_text(frame, line) for frame, line in entries.values()][:_MAX_FRAMES]
 
 
 def module_of(error: BaseException, model: nn.Module) -> tuple[str, str] | None:
@@ -85,11 +80,11 @@ def module_of(error: BaseException, model: nn.Module) -> tuple[str, str] | None:
     ``self`` is the first local among the referents of the finished frame, which lists them in order.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    for entry in reversed(list(_tracebacks(error))):
-        code = entry.tb_frame.f_code
+    for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+        code = frame.f_code
         if not (code.co_flags & _OPTIMIZED and code.co_argcount and code.co_varnames[0] == "self"):
             continue
-        itself = _first_local(entry.tb_frame)
+        itself = _first_local(frame)
         path = paths.get(id(itself))
         if path is not None and issubclass(type(itself), torch.nn.Module):
             return path, type(itself).__name__
@@ -223,7 +218,7 @@ def live_tensors(
             "bytes": size,
             "category": category,
             "name": name,
-            "holder": _held_by(search, tensor) if category == "other" else None,
+            "holder": holder.place if category == "other" and (holder := search.find(tensor)) is not None else None,
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
         }
@@ -235,13 +230,6 @@ def _text(frame: FrameType, line: int | None) -> Frame:
     code = frame.f_code
     module = frame.f_globals.get("__name__")
     return Frame(code.co_filename, line or code.co_firstlineno, code.co_name, module if isinstance(module, str) else "")
-
-
-def _tracebacks(error: BaseException) -> Iterator[TracebackType]:
-    entry = error.__traceback__
-    while entry is not None:
-        yield entry
-        entry = entry.tb_next
 
 
 def _named_tensors(
@@ -264,15 +252,10 @@ def _named_tensors(
             yield (category, label), tensor
 
 
-def _held_by(search: HolderSearch, tensor: torch.Tensor) -> str | None:
-    holder = search.find(tensor)
-    return None if holder is None else holder.place
-
-
-def tracked_tensors(*ask: Callable[[], list[Any]]) -> list[torch.Tensor]:
-    """Return the tensors that the garbage collector tracks; ``ask`` as for ``tracked_objects``."""
+def tracked_tensors() -> list[torch.Tensor]:
+    """Return the tensors that the garbage collector tracks."""
     # isinstance of a proxy may run the program's code; its type does not.
-    return tracked_objects(lambda kind: issubclass(kind, torch.Tensor), *ask)
+    return tracked_objects(lambda kind: issubclass(kind, torch.Tensor))
 
 
 def referenced(tensors: list[torch.Tensor]) -> set[int]:
@@ -286,7 +269,10 @@ def referenced(tensors: list[torch.Tensor]) -> set[int]:
     tuples = dict(referents_of_tuples(ids))
     ours = {id(tensors), id(ids), *map(id, tuples.values())}
     tracked = tracked_objects(lambda kind: kind is not FrameType)
-    objects = [value for value in tracked if not _is_running(value) and id(value) not in ours]
+    # A running generator holds local variables.
+    objects = [
+        value for value in tracked if id(value) not in ours and not (type(value) is GeneratorType and value.gi_running)
+    ]
     del tracked
     wanted = ids.union(tuples)
     cells = {
@@ -304,8 +290,3 @@ def referenced(tensors: list[torch.Tensor]) -> set[int]:
     found.update(map(id, gc.get_referents(*(cells[number] for number in found.intersection(cells)))))
     found.update(id(value) for number in found.intersection(tuples) for value in tuples[number])
     return found & ids
-
-
-def _is_running(value: Any) -> bool:
-    """Tell whether a value is a running generator, which holds local variables."""
-    return type(value) is GeneratorType and value.gi_running

@@ -158,11 +158,6 @@ class SavedGraph:
         return saved, leaves
 
 
-def can_read() -> bool:
-    """Return whether this torch version shows saved tensors without unpacking."""
-    return hasattr(SavedTensor, "data") and hasattr(SavedTensor, "unpack_hook")
-
-
 def saved_by_functions(roots: Iterable[torch.Tensor], since: int) -> Iterator[torch.Tensor]:
     """Yield the tensors that compiled code and other functions in Python saved in the graphs of ``roots``.
 

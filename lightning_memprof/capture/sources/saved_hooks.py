@@ -163,7 +163,7 @@ class SavedBytes:
 
 
 def _pop() -> tuple[Any, Any] | None:
-    top = _top_saved_tensors_default_hooks(True)  # noqa: FBT003 torch's signature
+    top: tuple[Any, Any] | None = _top_saved_tensors_default_hooks(True)  # noqa: FBT003 torch's signature
     if top is not None:
         _pop_saved_tensors_default_hooks()
     return top

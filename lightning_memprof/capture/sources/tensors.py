@@ -96,7 +96,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the components of a tensor; none if it has its own storage."""
     if type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor):
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
         return [part for part in inner if isinstance(part, torch.Tensor)]
     if tensor.layout is torch.strided:
         return ()
@@ -184,8 +184,8 @@ class ModelTensors:
                 self.paths.append(path)
             for name, parameter in module._parameters.items():  # noqa: SLF001 the place, not the tensor
                 if parameter is not None:
-                    places.setdefault(id(parameter), (_places(module._parameters), name, []))[2].append(path)  # noqa: SLF001
-            self._buffers += [(_places(module._buffers), name) for name in module._buffers.keys()]  # noqa: SLF001, SIM118 a scripted module's have no other way
+                    places.setdefault(id(parameter), (module._parameters, name, []))[2].append(path)  # noqa: SLF001
+            self._buffers += [(module._buffers, name) for name in module._buffers.keys()]  # noqa: SLF001, SIM118 a scripted module's have no other way
         for values, name, owners in places.values():
             if len(owners) == 1:
                 self._parameters.append((values, name, owners[0]))
@@ -195,12 +195,12 @@ class ModelTensors:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters, each once."""
         slots = (*((values, name) for values, name, _ in self._parameters), *((v, n) for v, n, _ in self._tied))
-        found = (values.get(name) for values, name in slots)
+        found = (_value(values, name) for values, name in slots)
         return [parameter for parameter in found if parameter is not None]
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the buffers."""
-        found = (values.get(name) for values, name in self._buffers)
+        found = (_value(values, name) for values, name in self._buffers)
         return [buffer for buffer in found if buffer is not None]
 
     def storage_keys(self) -> set[int]:
@@ -222,14 +222,14 @@ class ModelTensors:
         own_bytes: dict[str, int] = {}
         own_gradients: dict[str, int] = {}
         for values, name, path in self._parameters:
-            parameter = values.get(name)
+            parameter = _value(values, name)
             if parameter is not None:
                 own_bytes[path] = own_bytes.get(path, 0) + local_bytes(parameter)
                 if parameter.grad is not None:
                     own_gradients[path] = own_gradients.get(path, 0) + local_bytes(parameter.grad)
         all_bytes, all_gradients = fold(self.paths, own_bytes), fold(self.paths, own_gradients)
         for values, name, paths in self._tied:
-            parameter = values.get(name)
+            parameter = _value(values, name)
             if parameter is not None:
                 size = local_bytes(parameter)
                 gradient_size = 0 if parameter.grad is None else local_bytes(parameter.grad)
@@ -239,18 +239,8 @@ class ModelTensors:
         return {path: [all_bytes[path], all_gradients[path]] for path in self.paths}
 
 
-class _Scripted:
-    """A scripted module's parameters or buffers, whose mapping has no ``get``."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-
-    def get(self, name: str) -> Any:
-        return self._values[name] if name in self._values else None  # noqa: SIM401 see above
-
-
-def _places(values: Any) -> Any:
-    return values if isinstance(values, dict) else _Scripted(values)
+def _value(values: Any, name: str) -> Any:
+    return values[name] if name in values else None  # noqa: SIM401 the mapping of a scripted module has no ``get``
 
 
 class PersistentBytes:

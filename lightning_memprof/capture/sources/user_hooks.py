@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import operator
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePath
 from types import MethodType
 from typing import Any, Final
@@ -15,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lightning_memprof.artifacts.trace_rewriting import range_name
-from lightning_memprof.capture.observe import without_torch_function
+from lightning_memprof.capture.observe import StandIn, without_torch_function
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.torch_internals import _RecordFunctionFast
 from lightning_memprof.packages import PACKAGES
@@ -31,33 +29,6 @@ _NOT_THE_PROGRAMS: Final = PACKAGES | {"torch", "lightning_memprof"}
 _LOCAL: Final = "<locals>."
 
 
-class _Ranged:
-    """A hook in a range. Its copies and pickles are the hook itself."""
-
-    __slots__ = ("hook", "is_open", "name")
-
-    def __init__(self, hook: Callable[..., Any], name: str) -> None:
-        self.hook = hook
-        self.name = name
-        self.is_open = True
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        __tracebackhide__ = True
-        if not self.is_open:
-            return self.hook(*args, **keywords)
-        with _RecordFunctionFast(self.name):
-            return self.hook(*args, **keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.hook, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return operator.getitem, ((self.hook,), 0)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.hook, memo)
-
-
 @contextmanager
 def hook_ranges(model: nn.Module) -> Iterator[None]:
     """Put the program's hooks into ranges ``[pl][forward_hook]NAME (FILE:LINE)``, or ``backward_hook``.
@@ -69,20 +40,39 @@ def hook_ranges(model: nn.Module) -> Iterator[None]:
     if is_compiled(model):
         yield
         return
-    ranged = _ranged(model)
+    is_open = [True]
+    ranged = _ranged(model, is_open)
     try:
         yield
     finally:
-        for hooks, key, made in ranged:
-            made.is_open = False
+        is_open.clear()
+        for hooks, key, hook, made in ranged:
             # The program may have removed it, or put another one in its place.
             if hooks.get(key) is made:
-                hooks[key] = made.hook
+                hooks[key] = hook
 
 
 @without_torch_function
-def _ranged(model: nn.Module) -> list[tuple[MutableMapping[int, Any], int, _Ranged]]:
-    return [made for hooks, kind in _registered(model) for made in _put(hooks, kind)]
+def _ranged(model: nn.Module, is_open: list[bool]) -> list[tuple[MutableMapping[int, Any], int, Any, StandIn]]:
+    """Replace the program's hooks; return for each its dictionary, its key, the hook and what stands for it."""
+    found = []
+    for hooks, kind in _registered(model):
+        # Their order stays.
+        for key, hook in list(hooks.items()):
+            place = str(getattr(_function(hook), "__module__", None))
+            if place.partition(".")[0] not in _NOT_THE_PROGRAMS:
+                name = range_name(f"[pl][{kind}_hook]{hook_name(hook)}")
+                hooks[key] = made = StandIn(hook, partial(_in_range, is_open, name, hook))
+                found.append((hooks, key, hook, made))
+    return found
+
+
+def _in_range(is_open: list[bool], name: str, hook: Callable[..., Any], /, *args: Any, **keywords: Any) -> Any:
+    __tracebackhide__ = True
+    if not is_open:
+        return hook(*args, **keywords)
+    with _RecordFunctionFast(name):
+        return hook(*args, **keywords)
 
 
 def hook_name(hook: Callable[..., Any]) -> str:
@@ -95,7 +85,7 @@ def hook_name(hook: Callable[..., Any]) -> str:
 
 
 def _function(hook: Callable[..., Any]) -> Any:
-    while isinstance(hook, functools.partial):
+    while isinstance(hook, partial):
         hook = hook.func
     return hook.__func__ if isinstance(hook, MethodType) else hook
 
@@ -107,13 +97,3 @@ def _registered(model: nn.Module) -> Iterator[tuple[MutableMapping[int, Any], st
             for name in names:
                 if hooks := getattr(owner, name, None):
                     yield hooks, kind
-
-
-def _put(hooks: MutableMapping[int, Any], kind: str) -> Iterator[tuple[MutableMapping[int, Any], int, _Ranged]]:
-    """Replace the program's hooks of a dictionary; their order stays."""
-    for key, hook in list(hooks.items()):
-        place = str(getattr(_function(hook), "__module__", None))
-        if place.partition(".")[0] not in _NOT_THE_PROGRAMS:
-            made = _Ranged(hook, range_name(f"[pl][{kind}_hook]{hook_name(hook)}"))
-            hooks[key] = made
-            yield hooks, key, made

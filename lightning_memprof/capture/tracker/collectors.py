@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
-import yaml
 from torch import nn
 
-from lightning_memprof.artifacts.naming import fsdp_log_name, fsdp_stats_name, module_log_name
+from lightning_memprof.artifacts.naming import fsdp_log_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow, no_training_step
 from lightning_memprof.capture.observe import without_torch_function
@@ -35,33 +34,27 @@ class ModuleMemory(Collector):
 
     Works with any model on any device, also without an accelerator: it counts the storages that operators allocate and
     free, for a view the whole storage, on CUDA in the allocator's steps of 512 bytes. One recorded step of each window
-    is tracked, from the start to the end of its batch; that step takes at least ten times as long, which affects the
+    is tracked, from the start to the end of its batch; that step takes several times as long, which affects the
     trace and the timings of the same window.
 
     In the step that allocates an optimizer's state, its temporaries count as optimizer_state too: track a later step,
-    as the default schedule does. Each call of a module is a call of its own in the series; one inside another call of
-    the same module is part of that.
+    as the default schedule does.
 
     Args:
         step: number of the recorded step of each window, from 0.
-        depth: levels of modules in the log; the LightningModule is the first.
-        units: ``B``, ``KiB``, ``MiB`` or ``GiB`` in the log.
 
     Raises:
-        ConfigError: ``step``, ``depth`` or ``units`` is invalid.
+        ConfigError: ``step`` is invalid.
     """
 
     name: ClassVar[str] = "module_memory"
 
     step: int = 0
-    depth: int = 2
-    units: str = "MiB"
 
     def __post_init__(self) -> None:
-        """Validate the values."""
+        """Validate the value."""
         if type(self.step) is not int or self.step < 0:
             raise ConfigError(f"ModuleMemory(step={self.step!r}): must be the number of a recorded step, from 0")
-        Layout(depth=self.depth, units=self.units)
 
     def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 every stage of every run
         """Return a reason without torch's tracker."""
@@ -69,23 +62,15 @@ class ModuleMemory(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Track one step; write the series and the log."""
-        from lightning_memprof.capture.tracker.tracker import ModuleTracker
+        """Track one step, and write the series."""
+        from lightning_memprof.capture.tracker.tracker import CategoryTracker
 
-        layout = Layout(depth=self.depth, units=self.units)
-
-        def begin() -> tuple[CategoryTracker, str]:
-            return ModuleTracker(run.model), ""
-
-        def files(mark: Mark, report: TrackerReport) -> dict[str, str]:
-            return {module_log_name(run.rank, run.function, mark.step + 1): report.text(layout)}
-
-        with _track(run, window, _Wanted(collector=self.name, number=self.step, begin=begin, files=files)) as on_mark:
+        with _tracked(run, window, _Step(run, self.name, CategoryTracker, number=self.step)) as on_mark:
             yield on_mark
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPMemory(Collector):
+class FSDPMemory(Layout, Collector):
     """This rank's sharded and unsharded parameters and gradients, and the other categories, by torch's FSDPMemTracker.
 
     The first recorded step of each window is tracked, forward and backward, from the start to the end of its batch;
@@ -107,15 +92,8 @@ class FSDPMemory(Collector):
 
     name: ClassVar[str] = "fsdp_memory"
 
-    depth: int = 2
-    tabulate: bool = False
-    units: str = "MiB"
     root_module: str = ""
     function: str | None = None
-
-    def __post_init__(self) -> None:
-        """Validate the values."""
-        Layout(depth=self.depth, units=self.units)
 
     def unavailable(self, run: RunContext) -> str | None:
         """Return a reason if the model will not be sharded; ``fully_shard`` is called later, before the first step."""
@@ -138,7 +116,7 @@ class FSDPMemory(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Track the first recorded step; write the series, the log and this rank's mapping.
+        """Track the first recorded step; write the series and the log.
 
         Raises:
             SkipWindow: a part of the model is compiled.
@@ -148,20 +126,14 @@ class FSDPMemory(Collector):
         from lightning_memprof.capture.tracker.sharded_tracker import ShardedTracker
 
         path, root = self._root(run.model)
-        layout = Layout(depth=self.depth, units=self.units, tabulate=self.tabulate)
-        function = self.function or run.function
+        step = _Step(run, self.name, lambda: ShardedTracker(root, path))
 
-        def begin() -> tuple[CategoryTracker, str]:
-            return ShardedTracker(root), path
+        def write_log(mark: Mark, report: TrackerReport) -> None:
+            path = run.sink.place.directory / fsdp_log_name(run.rank, self.function or run.function, mark.step + 1)
+            file = ArtifactSpec(path=path, type="blob", collector=self.name, window=window.index)
+            run.sink.write_text(file, report.text(self))
 
-        def files(mark: Mark, report: TrackerReport) -> dict[str, str]:
-            stats = run.sink.place.directory / fsdp_stats_name(run.rank)
-            known: dict[str, Any] = yaml.safe_load(stats.read_text(encoding="utf-8")) if stats.exists() else {}
-            known[f"{run.rank}.{function}.{mark.step + 1}"] = {"root_module": path, **report.mapping(layout)}
-            log_name = fsdp_log_name(run.rank, function, mark.step + 1)
-            return {log_name: report.text(layout), stats.name: yaml.safe_dump(known, sort_keys=False)}
-
-        with _track(run, window, _Wanted(collector=self.name, number=0, begin=begin, files=files)) as on_mark:
+        with _tracked(run, window, step, write_log) as on_mark:
             yield on_mark
 
     def _root(self, model: nn.Module) -> tuple[str, nn.Module]:
@@ -187,23 +159,6 @@ def _is_below(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """The tracked step.
-
-    Attributes:
-        collector: its name.
-        number: of the step among the window's recorded steps, from 0.
-        begin: returns the tracker and the root's path.
-        files: returns the texts of further files by name, from the mark of the step's end and the report.
-    """
-
-    collector: str
-    number: int
-    begin: Callable[[], tuple[CategoryTracker, str]]
-    files: Callable[[Mark, TrackerReport], dict[str, str]]
-
-
 def _missing_tracker() -> str | None:
     """Return why torch's memory trackers, which are private, are not available; None if they are."""
     try:
@@ -214,48 +169,55 @@ def _missing_tracker() -> str | None:
 
 
 @contextmanager
-def _track(run: RunContext, window: Window, wanted: _Wanted) -> Iterator[OnMark]:
-    """Track the step from the start to the end of its batch, and write its series.
+def _tracked(
+    run: RunContext, window: Window, step: _Step, saved: Callable[[Mark, TrackerReport], None] = lambda *_: None
+) -> Iterator[OnMark]:
+    """Track the step from the start to the end of its batch, and write the series.
 
     A validation that follows in the same step is not included. A step that an exception ends is saved up to there.
     """
-    with run.sink.series(window, wanted.collector) as write, ExitStack() as stack:
-        step = _Step(run, wanted, stack)
+    with run.sink.series(window, step.collector) as write:
 
         def on_mark(mark: Mark) -> None:
             reason = step.on_mark(mark)
             if reason is not None:
-                run.note_unavailable(wanted.collector, str(reason), window)
+                run.note_unavailable(step.collector, str(reason), window)
                 # The next window's step would fail at the same place.
-                run.faults.disabled.add(wanted.collector)
-                log.warning("%s: %s; it is disabled, training continues", wanted.collector, reason)
+                run.faults.disabled.add(step.collector)
+                log.warning("%s: %s; it is disabled, training continues", step.collector, reason)
             if mark.point is Point.STEP_END and step.report is not None:
                 report, step.report = step.report, None
                 for row in report.rows():
                     write(mark, row)
-                for name, text in wanted.files(mark, report).items():
-                    path = run.sink.place.directory / name
-                    file = ArtifactSpec(path=path, type="blob", collector=wanted.collector, window=window.index)
-                    run.sink.write_text(file, text)
+                saved(mark, report)
 
-        with run.training.listen(batch=step.on_batch, loss=step.on_loss):
+        with step, run.training.listen(batch=step.on_batch, loss=step.on_loss):
             yield on_mark
 
 
-class _Step:
-    def __init__(self, run: RunContext, wanted: _Wanted, stack: ExitStack) -> None:
+class _Step(ExitStack):
+    """The tracked step of a window.
+
+    Args:
+        run: the run.
+        collector: name of the collector.
+        begin: returns the tracker.
+        number: of the step among the window's recorded steps, from 0.
+    """
+
+    def __init__(self, run: RunContext, collector: str, begin: Callable[[], CategoryTracker], number: int = 0) -> None:
+        super().__init__()
         self.report: TrackerReport | None = None
+        self.collector = collector
         self._run = run
-        self._wanted = wanted
-        self._stack = stack
+        self._begin = begin
+        self._number = number
         self._steps = 0
         self._batch: Any = None
         self._tracker: CategoryTracker | None = None
-        self._root_path = ""
-        self._tracking = ExitStack()
 
     def on_batch(self, batch: Any) -> None:
-        if self._tracker is None and self._steps <= self._wanted.number:
+        if self._tracker is None and self._steps <= self._number:
             self._batch = batch
 
     def on_loss(self, loss: torch.Tensor) -> None:
@@ -268,7 +230,7 @@ class _Step:
             batch, self._batch = self._batch, None
             if mark.recorded:
                 self._steps += 1
-                if self._steps == self._wanted.number + 1:
+                if self._steps == self._number + 1:
                     self._enter(batch)
         tracker = self._tracker
         if tracker is None:
@@ -289,9 +251,8 @@ class _Step:
 
     @without_torch_function
     def _enter(self, batch: Any) -> None:
-        self._tracker, self._root_path = self._wanted.begin()
-        self._stack.push(self._tracking)
-        self._tracking.enter_context(self._tracker.tracking(self._run.model, self._run.training.optimizers(), batch))
+        self._tracker = self._begin()
+        self.enter_context(self._tracker.tracking(self._run.model, self._run.training.optimizers(), batch))
 
     @without_torch_function
     def _leave(self, tracker: CategoryTracker) -> None:
@@ -299,6 +260,6 @@ class _Step:
         try:
             if tracker.guard.failure is None:
                 tracker.add_gradients(self._run.model)
-                self.report = tracker.report(self._root_path)
+                self.report = tracker.report()
         finally:
-            self._tracking.close()
+            self.close()

@@ -1,4 +1,4 @@
-"""Result of a memory tracker for one step, as text in torch's layout, as a mapping, and as rows.
+"""Result of a memory tracker for one step, as text in torch's layout and as rows.
 
 The text has the layout of torch's ``MemTracker.display_snapshot("peak")`` and ``display_modulewise_snapshots``, and
 tables that of the format ``rst`` of the package ``tabulate``. Unlike torch's it includes devices whose bytes round to
@@ -8,10 +8,11 @@ tables that of the format ``rst`` of the package ``tabulate``. Unlike torch's it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from lightning_memprof.artifacts.series import PeakRow
 from lightning_memprof.errors import ConfigError
@@ -107,30 +108,20 @@ class TrackerReport:
     Attributes:
         peak: the step's peak by device, each device when it has its own peak.
         end: bytes at the end of the step.
-        modules: every moment of every module, in the order of their first calls.
+        modules: every moment of every sharded module, in the order of their first calls.
     """
 
     peak: tuple[Figures, ...]
     end: tuple[Figures, ...]
-    modules: tuple[ModuleFigures, ...]
+    modules: tuple[ModuleFigures, ...] = ()
 
     def text(self, layout: Layout) -> str:
         """Return peak and modules as text."""
-        write, write_states = (_table, _state_table) if layout.tabulate else (_list, _state_list)
-        lines = list(write(self.peak, layout))
+        lines = list(_peak(self.peak, layout))
         for name, moments in self._by_module(layout.depth).items():
             lines.append(f"Module:  {name}")
-            lines += write_states(moments, layout)
+            lines += (_state_table if layout.tabulate else _state_list)(moments, layout)
         return "\n".join(lines) + "\n"
-
-    def mapping(self, layout: Layout) -> dict[str, Any]:
-        """Return the same figures, in bytes, as plain mappings and lists: modules, states, calls, devices, kinds."""
-        modules: dict[str, dict[str, list[Any]]] = {}
-        for name, moments in self._by_module(layout.depth).items():
-            states = modules.setdefault(name, {})
-            for moment in moments:
-                states.setdefault(moment.state, []).append(_by_device(moment.figures))
-        return {"peak": _by_device(self.peak), "end": _by_device(self.end), "modules": modules}
 
     def rows(self) -> Iterator[PeakRow]:
         """Yield a row for each device at the peak, at the end, and at every moment of every module."""
@@ -140,7 +131,8 @@ class TrackerReport:
         for moment in self.modules:
             for figures in moment.figures:
                 row = _row("module", figures)
-                row.module, row.state, row.call = moment.path, _identifier(moment.state), moment.call
+                row.module, row.call = moment.path, moment.call
+                row.state = moment.state.lower().replace("-", "_").replace(" ", "_")
                 yield row
 
     def _by_module(self, depth: int) -> dict[str, list[ModuleFigures]]:
@@ -155,22 +147,21 @@ def _row(kind: str, figures: Figures) -> PeakRow:
     return PeakRow(kind=kind, device=figures.device, total_bytes=figures.total_bytes, categories=figures.categories())
 
 
-def _by_device(several: Iterable[Figures]) -> dict[str, dict[str, int]]:
-    return {figures.device: figures.labelled() for figures in several}
-
-
-def _identifier(state: str) -> str:
-    return state.lower().replace("-", "_").replace(" ", "_")
-
-
 def _natural(name: str) -> list[tuple[int, int, str]]:
     parts = re.split("([0-9]+)", name)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part.lower()) for part in parts]
 
 
-def _list(several: Sequence[Figures], layout: Layout) -> Iterator[str]:
-    if not several:
+def _peak(peak: Sequence[Figures], layout: Layout) -> Iterator[str]:
+    if not peak:
         yield "No memory tracked."
+    elif layout.tabulate:
+        yield from _rst([((), figures) for figures in peak], (), layout)
+    else:
+        yield from _list(peak, layout)
+
+
+def _list(several: Sequence[Figures], layout: Layout) -> Iterator[str]:
     for figures in several:
         if figures.total_bytes > 0:
             yield f"Device: {figures.device}"
@@ -178,52 +169,28 @@ def _list(several: Sequence[Figures], layout: Layout) -> Iterator[str]:
 
 
 def _state_list(moments: Sequence[ModuleFigures], layout: Layout) -> Iterator[str]:
-    state = None
-    for moment in moments:
-        if moment.state != state:
-            state = moment.state
-            yield state
-        yield f"# {moment.call}:"
-        yield from _list(moment.figures, layout)
+    for state, calls in groupby(moments, lambda moment: moment.state):
+        yield state
+        for moment in calls:
+            yield f"# {moment.call}:"
+            yield from _list(moment.figures, layout)
     yield ""
 
 
-def _table(several: Sequence[Figures], layout: Layout) -> Iterator[str]:
-    if not several:
-        yield "No memory tracked."
-        return
-    headers = ["Device", *several[0].labelled()]
-    shown = [figures for figures in several if figures.total_bytes > 0]
-    yield from _rst(headers, [[figures.device, *_amounts(figures, layout)] for figures in shown])
-
-
 def _state_table(moments: Sequence[ModuleFigures], layout: Layout) -> Iterator[str]:
-    headers: list[str] = []
-    rows: list[list[str]] = []
-    last = ""
-    for moment in moments:
-        for figures in moment.figures:
-            if figures.total_bytes > 0:
-                headers = ["State & Call", "Device", *figures.labelled()]
-                call = f"{moment.state} # {moment.call}"
-                rows.append(["" if call == last else call, figures.device, *_amounts(figures, layout)])
-                last = call
-    yield from _rst(headers, rows)
+    rows = [((f"{moment.state} # {moment.call}",), figures) for moment in moments for figures in moment.figures]
+    yield from _rst(rows, ("State & Call",), layout)
 
 
-def _amounts(figures: Figures, layout: Layout) -> list[str]:
-    return [layout.amount(count) for count in figures.labelled().values()]
-
-
-def _rst(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    # tabulate makes columns two wider than a header, and writes ".." for an empty first cell.
-    rows = [[row[0] or "..", *row[1:]] for row in rows]
-    widths = [max(len(header) + 2, *(len(row[column]) for row in rows), 0) for column, header in enumerate(headers)]
-    rule = "  ".join("=" * width for width in widths)
-
-    def line(cells: Sequence[str]) -> str:
-        return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-    if not headers:
+def _rst(rows: Sequence[tuple[tuple[str, ...], Figures]], names: Sequence[str], layout: Layout) -> Iterator[str]:
+    shown = [(first, figures) for first, figures in rows if figures.total_bytes > 0]
+    if not shown:
         return
-    yield from (rule, line(headers), rule, *(line(row) for row in rows), rule)
+    headers = [*names, "Device", *shown[0][1].labelled()]
+    cells = [[*first, figures.device, *map(layout.amount, figures.labelled().values())] for first, figures in shown]
+    # tabulate makes columns two wider than a header.
+    widths = [max(len(header) + 2, *map(len, column)) for header, *column in zip(headers, *cells, strict=True)]
+    rule = "  ".join("=" * width for width in widths)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    head = "  ".join(header.ljust(width) for header, width in zip(headers, widths, strict=True)).rstrip()
+    yield from (rule, head, rule, *lines, rule)

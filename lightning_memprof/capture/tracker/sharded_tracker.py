@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_memprof.capture.observe import Link, wrapped
-from lightning_memprof.capture.torch_internals import FSDPMemTracker, _FSDPModState, _FSDPRefType, _FSDPState
+from lightning_memprof.capture.torch_internals import (
+    FSDPMemTracker,
+    _current_graph_task_id,
+    _FSDPModState,
+    _FSDPRefType,
+    _FSDPState,
+)
+from lightning_memprof.capture.tracker.report import ModuleFigures, TrackerReport
 from lightning_memprof.capture.tracker.tracker import CategoryTracker, Kinds
 
 
@@ -25,6 +32,7 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
 
     Args:
         root: a module that ``fully_shard`` was called on; its sub-modules are tracked.
+        path: its path in the model.
     """
 
     kinds = Kinds(
@@ -38,11 +46,28 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
     )
     peaks = (_FSDPModState.PEAK_FW, _FSDPModState.PEAK_BW)
 
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__(root, root)
+    def __init__(self, root: nn.Module, path: str = "") -> None:
+        super().__init__(root)
+        self._root, self._path = root, path
+        self._mod_tracker: Any = _Active(root)
 
-    def _hook(self, model: nn.Module, undo: ExitStack) -> None:
-        super()._hook(model, undo)
+    def report(self) -> TrackerReport:
+        """Return peak, current state, and the moments of each sharded module."""
+        name = self._mod_tracker.get_known_fqn(self._root)
+        modules = []
+        for stats in self.memory_tracking.values():  # type: ignore[no-untyped-call]
+            below = stats.mod_fqn.removeprefix(name).removeprefix(".")
+            path = ".".join(part for part in (self._path, below) if part)
+            for state, snapshots in stats.snapshots.items():
+                modules += [
+                    ModuleFigures(
+                        name=stats.mod_fqn, path=path, state=state.value, call=call, figures=self._figures(snapshot)
+                    )
+                    for call, snapshot in enumerate(snapshots, start=1)
+                ]
+        return replace(super().report(), modules=tuple(modules))
+
+    def _watch_gradients(self, model: nn.Module, undo: ExitStack) -> None:  # noqa: ARG002 overriding
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()  # noqa: SLF001 torch's own tracker asks for it
@@ -51,25 +76,47 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
                     self._replace_hooks(module, state, undo)
                     # Modules of one group share it.
                     if "pre_backward" not in vars(group):
-                        self._wrap(group, "pre_backward", partial(self._fsdp_param_group_pre_backward, module), undo)
-                        self._wrap(group, "post_backward", partial(self._fsdp_param_group_post_backward, module), undo)
-        modules = self._mod_tracker
-        modules.register_user_hooks(
-            pre_fw_hook=lambda *_: self._module_begins(), pre_bw_hook=lambda *_: self._last_totals.clear()
-        )
-        undo.callback(modules.clear_user_hooks)
+                        begin, end = self._fsdp_param_group_pre_backward, self._fsdp_param_group_post_backward
+                        self._wrap(group, "pre_backward", self._beginning(begin, module), undo)
+                        self._wrap(group, "post_backward", self._ending(end, module), undo)
 
     def _replace_hooks(self, module: Any, state: Any, undo: ExitStack) -> None:
+        begin, end = self._fsdp_state_pre_forward, self._fsdp_state_post_forward
         for handle, hooks, wrap in (
-            (state._pre_forward_hook_handle, module._forward_pre_hooks, self._fsdp_state_pre_forward),  # noqa: SLF001
-            (state._post_forward_hook_handle, module._forward_hooks, self._fsdp_state_post_forward),  # noqa: SLF001
+            (state._pre_forward_hook_handle, module._forward_pre_hooks, self._beginning(begin, module)),  # noqa: SLF001
+            (state._post_forward_hook_handle, module._forward_hooks, self._ending(end, module)),  # noqa: SLF001
         ):
             # One handle has the hooks of all modules of a group.
             for single in getattr(handle, "handles", (handle,)):
                 if single.id in hooks:
                     original = hooks[single.id]
-                    hooks[single.id] = self.guard.between(partial(wrap, module), original)
+                    hooks[single.id] = self.guard.between(wrap, original)
                     undo.callback(hooks.__setitem__, single.id, original)
+
+    def _beginning(self, wrap: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        active = self._mod_tracker
+
+        def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+            active.parents.add(active.get_known_fqn(module))
+            found: Callable[..., Any] = wrap(module, original)
+            return found
+
+        return wrapper
+
+    def _ending(self, wrap: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        active, is_backward = self._mod_tracker, wrap == self._fsdp_param_group_post_backward
+
+        def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = wrap(module, original)(*args, **kwargs)
+                # Where a checkpoint computes again, its backward follows.
+                if is_backward or not active.is_bw:
+                    active.parents.discard(active.get_known_fqn(module))
+                return result
+
+            return call
+
+        return wrapper
 
     def _wrap(self, group: Any, name: str, wrap: Callable[..., Any], undo: ExitStack) -> None:
         def between(link: Link) -> Callable[..., Any]:
@@ -87,6 +134,30 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
         elif func is c10d._reduce_scatter_base_.default and self._fsdp_state is _FSDPState.POST_BW:
             self._update_and_maybe_create_winfos(args[1], _FSDPRefType.REDUCE_SCATTER)
         super()._see(func, args, result)
+
+
+class _Active:
+    """The sharded modules in forward or backward, in place of torch's ModTracker, which hooks all modules.
+
+    Args:
+        root: modules are named by its class and their path, ``Net.layers.0``.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.parents = {"Global"}
+        # By identity: torch's calls ``__hash__`` and ``__eq__`` of each module.
+        self._names = {
+            id(module): ".".join(filter(None, (type(root).__name__, path))) for path, module in root.named_modules()
+        }
+
+    @property
+    def is_bw(self) -> bool:
+        """Whether autograd runs."""
+        return bool(_current_graph_task_id() != -1)
+
+    def get_known_fqn(self, module: nn.Module) -> str:
+        """Return the name of a module."""
+        return self._names[id(module)]
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:

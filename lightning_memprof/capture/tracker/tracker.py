@@ -3,11 +3,9 @@
 Differences from torch's tracker:
 
 - Lightning runs forward and backward inside ``optimizer.step(closure)``, which torch counts as optimizer state.
-- torch raises into the user's forward or backward: for a module that is called twice by no other module, a frozen
-  parameter, a leaf passed to ``torch.autograd.grad``. Here nothing is raised; the first failure ends the tracking.
-- A module may be called any number of times. A call inside another call of the same module is part of it: under DDP
-  and FSDP1 the LightningModule is called for the step, and by its own ``self(batch)`` in it.
-- torch updates all modules after every operator; here only those that run.
+- torch raises into the user's forward or backward: for a frozen parameter, or a leaf passed to
+  ``torch.autograd.grad``. Here nothing is raised; the first failure ends the tracking.
+- torch records the moments of every module, which takes ten times as long; here only the step's peak and end.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_memprof.capture.observe import Guard, Link, take_out, wrapped
-from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.saved_graph import saved_by_functions
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
 from lightning_memprof.capture.torch_internals import (
@@ -33,6 +30,7 @@ from lightning_memprof.capture.torch_internals import (
     MemTracker,
     Reducer,
     TorchDispatchMode,
+    _current_graph_task_id,
     _get_current_dispatch_mode_stack,
     _get_sequence_nr,
     _ModState,
@@ -44,15 +42,12 @@ from lightning_memprof.capture.torch_internals import (
     active_fake_mode,
     tree_leaves,
 )
-from lightning_memprof.capture.tracker.paths import PathTracker
-from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
+from lightning_memprof.capture.tracker.report import Figures, TrackerReport
 
 _TOTAL: Final = "Total"
-# A parent of every module: torch takes a second call by "Global" alone for the next iteration.
-_STEP: Final = "Step"
 
 
-class Kind(_RefType):
+class _Kind(_RefType):
     """Categories under the words that torch prints."""
 
     PARAM = "Parameter"
@@ -78,25 +73,20 @@ class Kinds(NamedTuple):
 
 
 class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """The common part of both trackers; one object tracks one step.
+    """Tracks any model on any device; one object tracks one step.
 
     Attributes:
         guard: holds the failure that ended the tracking early.
     """
 
-    kinds: Kinds
-    peaks: tuple[_State, _State]
-    memory_tracking: Any
+    kinds = Kinds(_Kind.PARAM, _Kind.BUFFER, _Kind.GRAD, _Kind.ACT, _Kind.TEMP, _Kind.OPT, _Kind.INP)
+    peaks: tuple[_State, _State] = (_ModState.PEAK_FW, _ModState.PEAK_BW)
 
-    def __init__(self, root: nn.Module, *args: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.guard = Guard()
-        self._root = root
-        self._mod_tracker: Any = PathTracker(root, self.guard)
-        self._stats_by_name: dict[str, Any] = {}
-        self._last_totals: dict[torch.device, int] = {}
+        self._ref_class = type(self.kinds.parameter)
         self._makes_state = False
-        self._is_compiled = is_compiled(root)
         # Autograd's number of the first node of the step.
         self._first_node = _get_sequence_nr()
         # The category of every operator's result, while torch makes buffers of its own.
@@ -115,18 +105,23 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         with ExitStack() as undo:
             undo.callback(self._WINFO.clear)
             self._padding = _padding(model)
-            self._add_model(model)
+            for parameter in model.parameters():
+                self._update_and_maybe_create_winfos(parameter, self.kinds.parameter)
+            for buffer in model.buffers():
+                self._update_and_maybe_create_winfos(buffer, self.kinds.buffer)
+            self.add_gradients(model)
             for optimizer in optimizers:
                 self._track_optimizer_states(self.kinds.optimizer_state, optimizer)
             for tensor in tensors_in(batch):
                 self._update_and_maybe_create_winfos(tensor, self.kinds.input)
             del batch  # tracking must not extend its lifetime
-            self._hook(model, undo)
+            self._watch_optimizers(undo)
+            self._watch_gradients(model, undo)
+            self._watch_resize(undo)
+            self._watch_buckets(undo)
             self._fake_mode_on_entry = active_fake_mode()
             self._peak_mem_snap = self.get_tracker_snapshot()
             self._peak_mem = {device: figures[_TOTAL] for device, figures in self._peak_mem_snap.items()}
-            self._mod_tracker.__enter__()
-            undo.callback(self._mod_tracker.__exit__)
             _push_mode(self)
             undo.callback(take_out, _pop, _push_mode, lambda mode: mode is self)
             yield
@@ -153,28 +148,11 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
             if parameter.grad is not None:
                 self._update_and_maybe_create_winfos(parameter.grad, self.kinds.gradient)
 
-    def report(self, root_path: str = "") -> TrackerReport:
-        """Return peak, current state and each module's figures; ``root_path`` is the root's path in the model."""
-        name = type(self._root).__name__
-        modules = []
-        for module, stats in self.memory_tracking.items():
-            below = str(self._mod_tracker.get_known_fqn(module)).removeprefix(name).removeprefix(".")
-            path = ".".join(part for part in (root_path, below) if part)
-            for state, snapshots in stats.snapshots.items():
-                modules += [
-                    ModuleFigures(
-                        name=stats.mod_fqn, path=path, state=state.value, call=call, figures=self._figures(snapshot)
-                    )
-                    for call, snapshot in enumerate(snapshots, start=1)
-                ]
+    def report(self) -> TrackerReport:
+        """Return the step's peak and the current state."""
         return TrackerReport(
-            self._figures(self.get_tracker_snapshot("peak")), self._figures(self.get_tracker_snapshot()), tuple(modules)
+            self._figures(self.get_tracker_snapshot("peak")), self._figures(self.get_tracker_snapshot())
         )
-
-    def get_tracker_snapshot(self, type: str = "current") -> dict[torch.device, dict[str, int]]:  # noqa: A002 torch's
-        """Return a copy of the current figures, or those at the peak."""
-        source = self._curr_mem_snap if type == "current" else self._peak_mem_snap
-        return {device: dict(figures) for device, figures in source.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The DTensor splits itself; the operators on its parts come here.
@@ -204,11 +182,6 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         for tensor in tensors_in(dict(optimizer.state)):
             self._update_and_maybe_create_winfos(tensor, reftype)
 
-    def _track_inputs_or_outputs(self, args: Any) -> int:
-        # torch's own raises for a sparse tensor.
-        found: int = super()._track_inputs_or_outputs([part for each in tensors_in(args) for part in dense_parts(each)])
-        return found
-
     def _track(self, reftype: _RefType, t: torch.Tensor) -> None:
         if isinstance(t, FakeTensor) and t.fake_mode is not self._fake_mode_on_entry:
             # A compiler's, which also makes views of its tensors outside of its fake mode.
@@ -216,16 +189,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         for part in dense_parts(t):
             super()._track(reftype, part)
 
-    def _add_model(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            self._update_and_maybe_create_winfos(parameter, self.kinds.parameter)
-        for buffer in model.buffers():
-            self._update_and_maybe_create_winfos(buffer, self.kinds.buffer)
-        self.add_gradients(model)
-
-    def _hook(self, model: nn.Module, undo: ExitStack) -> None:  # noqa: ARG002 for overriding
-        """Add the hooks that separate the categories; their removal goes onto ``undo``."""
-
+    def _watch_optimizers(self, undo: ExitStack) -> None:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             self._makes_state = next(iter(optimizer.state), None) is None
             # With a closure, forward and backward come first, see before_optimizer_step.
@@ -237,8 +201,28 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
 
         undo.callback(register_optimizer_step_pre_hook(lambda *values: self.guard.run(before, *values)).remove)
         undo.callback(register_optimizer_step_post_hook(lambda it, *_: self.guard.run(after, it)).remove)
-        self._watch_resize(undo)
-        self._watch_buckets(undo)
+
+    def _watch_gradients(self, model: nn.Module, undo: ExitStack) -> None:
+        """Let gradients count as such from the moment when they are accumulated."""
+        for gathered in _gathered(model):
+            self._update_and_maybe_create_winfos(gathered, self.kinds.parameter)
+        for parameter in model.parameters():
+            if not isinstance(parameter, UninitializedParameter) and parameter.requires_grad and parameter.is_leaf:
+                self._hook_gradient(parameter, undo)
+
+    def _hook_gradient(self, parameter: torch.Tensor, undo: ExitStack) -> None:
+        def accumulated(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self._update_and_maybe_create_winfos(parameter.grad, self.kinds.gradient)
+
+        def remove() -> None:
+            handle.remove()
+            if not had and not parameter._post_accumulate_grad_hooks:  # noqa: SLF001 torch has no other way back
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # noqa: SLF001
+
+        had = parameter._post_accumulate_grad_hooks is not None  # noqa: SLF001
+        handle = parameter.register_post_accumulate_grad_hook(lambda it: self.guard.run(accumulated, it))  # type: ignore[no-untyped-call]
+        undo.callback(remove)
 
     def _watch_buckets(self, undo: ExitStack) -> None:
         # In its second forward DDP allocates gradient buckets in the order of the first backward.
@@ -274,50 +258,23 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         undo.enter_context(wrapped(torch.UntypedStorage, "resize_", wrap))
 
     def _see(self, func: Any, args: Any, result: Any) -> None:  # noqa: ARG002 for overriding
-        kinds = self.kinds
-        backward = self._mod_tracker.is_bw
+        kinds, is_backward = self.kinds, _current_graph_task_id() != -1
         if self._kind is not None:
             kind = self._kind
-        elif backward and not self._in_ac:
+        elif torch.is_grad_enabled():
+            # Also where a checkpoint computes again in backward, or an optimizer calls its closure.
+            kind = kinds.activation
+        elif is_backward:
             kind = kinds.temporary
         elif self._in_opt:
             # An optimizer's first step mostly allocates its state, which is added after the step.
             kind = kinds.optimizer_state if self._makes_state else kinds.temporary
         else:
             kind = kinds.activation
-        if type(result) is torch.Tensor:
-            self._track(kind, result)
-        else:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._track(kind, leaf)
-        self._update_peak_stats(self.peaks[backward])
-
-    def _update_peak_stats(self, peak_state: _State) -> None:
-        for device, figures in self._curr_mem_snap.items():
-            total = figures[_TOTAL]
-            if total > self._last_totals.get(device, -1):
-                self._raise_module_peaks(peak_state, device, figures)
-                if self._peak_mem.get(device, 0) < total:
-                    self._peak_mem[device] = total
-                    self._peak_mem_snap[device] = dict(figures)
-            self._last_totals[device] = total
-
-    def _raise_module_peaks(self, peak_state: _State, device: torch.device, figures: dict[str, int]) -> None:
-        if len(self._stats_by_name) != len(self.memory_tracking):
-            self._stats_by_name = {stats.mod_fqn: stats for stats in self.memory_tracking.values()}
-        for name in self._mod_tracker.parents:
-            stats = self._stats_by_name.get(name)
-            if stats is None or peak_state not in stats.snapshots:
-                continue
-            if stats.local_peak.get(device, 0) < figures[_TOTAL]:
-                stats.local_peak[device] = figures[_TOTAL]
-                stats.snapshots[peak_state][-1][device] = dict(figures)
-
-    def _module_begins(self) -> None:
-        # No optimizer runs a module's forward: the closure was called again.
-        self._in_opt = False
-        self._last_totals.clear()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._track(kind, leaf)
+        self._update_peak_stats(self.peaks[is_backward])
 
     def _figures(self, snapshot: dict[torch.device, dict[str, int]]) -> tuple[Figures, ...]:
         found = []
@@ -328,70 +285,6 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
                 kinds["Padding"] = padding
             found.append(Figures(str(device), kinds, figures[_TOTAL]))
         return tuple(found)
-
-
-class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
-    """Tracks any model on any device."""
-
-    kinds = Kinds(Kind.PARAM, Kind.BUFFER, Kind.GRAD, Kind.ACT, Kind.TEMP, Kind.OPT, Kind.INP)
-    peaks = (_ModState.PEAK_FW, _ModState.PEAK_BW)
-
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__(root)
-        self._ref_class = Kind
-
-    def _hook(self, model: nn.Module, undo: ExitStack) -> None:
-        super()._hook(model, undo)
-        for gathered in _gathered(model):
-            self._update_and_maybe_create_winfos(gathered, Kind.PARAM)
-        for parameter in model.parameters():
-            if not isinstance(parameter, UninitializedParameter) and parameter.requires_grad and parameter.is_leaf:
-                self._hook_gradient(parameter, undo)
-        modules = self._mod_tracker
-        modules.register_user_hooks(self._pre_fw_hook, self._post_fw_hook, self._pre_bw_hook, self._post_bw_hook)
-        undo.callback(modules.clear_user_hooks)
-
-    def _hook_gradient(self, parameter: torch.Tensor, undo: ExitStack) -> None:
-        def accumulated(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                self._update_and_maybe_create_winfos(parameter.grad, Kind.GRAD)
-
-        def remove() -> None:
-            handle.remove()
-            if not had and not parameter._post_accumulate_grad_hooks:  # noqa: SLF001 torch has no other way back
-                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # noqa: SLF001
-
-        had = parameter._post_accumulate_grad_hooks is not None  # noqa: SLF001
-        handle = parameter.register_post_accumulate_grad_hook(lambda it: self.guard.run(accumulated, it))  # type: ignore[no-untyped-call]
-        undo.callback(remove)
-
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        self._module_begins()
-        parents = self._mod_tracker.parents
-        parents.add(_STEP)
-        try:
-            super()._pre_fw_hook(module, inputs)
-        finally:
-            parents.discard(_STEP)
-        stats = self.memory_tracking[module]
-        self._stats_by_name[stats.mod_fqn] = stats
-
-    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._is_compiled and not self._mod_tracker.is_bw:
-            self.add_saved(outputs)
-        super()._post_fw_hook(module, inputs, outputs)
-
-    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
-        self._last_totals.clear()
-        super()._pre_bw_hook(module, args)
-
-    def _track_module_params_and_buffers(
-        self,
-        module: nn.Module,  # noqa: ARG002 torch's signature
-        install_grad_hooks: bool = True,  # noqa: ARG002, FBT001, FBT002 torch's signature
-    ) -> tuple[int, int]:
-        # Those of the whole model are added at the start of the step.
-        return 0, 0
 
 
 def _pop() -> TorchDispatchMode | None:

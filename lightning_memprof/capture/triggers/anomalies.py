@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
-from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import psutil
@@ -14,7 +12,7 @@ import torch
 from lightning_memprof.capture.clock import RecentMedian
 from lightning_memprof.capture.sources.memory import memory_stats, peak_allocated_bytes, without_statistics
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.units import MIB, format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext, StepRecord
@@ -24,12 +22,6 @@ Watch: TypeAlias = "Callable[[StepRecord], str | None]"
 _HISTORY: Final = 51
 # Fewer steps give no stable median; the first steps of a run are slow.
 _ENOUGH: Final = 20
-# Memory that a window displaced is allocated again in the first steps after it.
-_SETTLING: Final = 5
-_SAMPLES: Final = 16
-_QUARTER: Final = 4
-# A steady slope adds a quarter of the growth per quarter; a jump or a cache that fills adds it once.
-_LEAST: Final = 1 / 12
 _MACHINE_NS: Final = 100_000_000
 
 
@@ -127,64 +119,6 @@ class AllocatorRetries(Anomaly):
         return watch
 
 
-class MemoryGrowth(Anomaly):
-    """Memory that grows steadily, in each quarter of the last steps, by a total number of bytes.
-
-    On an accelerator the allocated bytes at the end of steps, on the CPU the process's RSS.
-
-    Args:
-        grows_bytes: total growth.
-        steps: number of steps, at least 16.
-        limit: maximum number of windows in a run.
-
-    Raises:
-        ConfigError: a value is invalid.
-    """
-
-    name: ClassVar[str] = "memory_growth"
-
-    def __init__(self, grows_bytes: int = 64 * MIB, steps: int = 200, limit: int = 1) -> None:
-        self.grows_bytes = int(_number("MemoryGrowth", "grows_bytes", grows_bytes, above=0))
-        self.steps = int(_number("MemoryGrowth", "steps", steps, above=_SAMPLES - 1))
-        self.limit = _limit("MemoryGrowth", limit)
-
-    def watch(self, run: RunContext) -> Watch:
-        """Read the memory 16 times in the given number of steps."""
-        every = self.steps // _SAMPLES
-        samples: deque[int] = deque(maxlen=_SAMPLES)
-        read = _bytes_in_use(run.device)
-        last_step = -1
-        settling = _SETTLING
-
-        def watch(record: StepRecord) -> str | None:
-            nonlocal last_step, settling
-            if record.step != last_step + 1:
-                # A window was open: its memory is not growth of the training.
-                samples.clear()
-                settling = _SETTLING
-            last_step = record.step
-            if settling > 0:
-                settling -= 1
-                return None
-            if record.step % every:
-                return None
-            samples.append(read())
-            if len(samples) < _SAMPLES:
-                return None
-            # The minimum of each quarter, independent of fluctuations in between.
-            lows = [min(islice(samples, first, first + _QUARTER)) for first in range(0, _SAMPLES, _QUARTER)]
-            grown = (lows[-1] - lows[0]) * 4 // 3
-            if grown < self.grows_bytes or any(after - before < _LEAST * grown for before, after in pairwise(lows)):
-                return None
-            samples.clear()
-            quantity = "RSS" if run.device.type == "cpu" else "allocated memory"
-            return (
-                f"{quantity} grew steadily by {format_bytes(grown)} in the {_SAMPLES * every} steps up to {record.step}"
-            )
-
-        return watch
-
-
 class NearOOM(Anomaly):
     """Memory that is nearly full.
 
@@ -253,13 +187,6 @@ def _device_fill(device: torch.device) -> Callable[[], tuple[int, int]]:
 def _host_fill() -> tuple[int, int]:
     memory = psutil.virtual_memory()
     return int(memory.total - memory.available), int(memory.total)
-
-
-def _bytes_in_use(device: torch.device) -> Callable[[], int]:
-    if device.type == "cpu":
-        process = psutil.Process()
-        return lambda: int(process.memory_info().rss)
-    return lambda: int(memory_stats(device)["allocated_bytes.all.current"])
 
 
 def _retries(device: torch.device) -> int:

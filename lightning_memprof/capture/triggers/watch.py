@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.artifacts.manifest import NoteRow
 from lightning_memprof.artifacts.naming import TRIGGER_PLAN, TRIGGER_REQUEST
 from lightning_memprof.artifacts.trigger import (
     MOST_STEPS,
@@ -25,8 +26,8 @@ from lightning_memprof.artifacts.trigger import (
     write_request,
 )
 from lightning_memprof.capture.planner import WindowRequest
+from lightning_memprof.capture.sources.proc import handles_signal
 from lightning_memprof.capture.triggers.anomalies import Anomaly, Watch
-from lightning_memprof.capture.watchdog import caught_elsewhere
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.logs import logger_of
 
@@ -93,7 +94,7 @@ class _Watched:
 
 
 class TriggerWatch:
-    """The window requests of one run on one rank; a :class:`~lightning_memprof.capture.planner.RequestSource`.
+    """The window requests of one run on one rank.
 
     Args:
         triggers: the configuration.
@@ -130,10 +131,8 @@ class TriggerWatch:
             else:
                 log.info("SIGUSR2 opens no window: %s", reason)
         for anomaly in self._triggers.anomalies:
-            try:
+            with self._run.faults.caught(anomaly.name, "enter"):
                 self.watched.append(_Watched(anomaly, anomaly.watch(self._run), anomaly.limit))
-            except Exception as error:  # noqa: BLE001 an anomaly of anybody's must not stop the training
-                self._run.faults.report(anomaly.name, "enter", None, error)
 
     def stop(self) -> None:
         """Stop watching and restore the signal's handler."""
@@ -300,7 +299,7 @@ class _FileRequests:
     def _warn(self, message: str) -> None:
         log.warning("%s", message)
         with suppress(OSError):
-            self._run.sink.manifest.append("note", collector="triggers", message=message)
+            self._run.sink.manifest.append(NoteRow(collector="triggers", message=message))
 
 
 def _planned(plan: Plan, cause: str) -> WindowRequest:
@@ -330,7 +329,7 @@ class Usr2:
         if threading.current_thread() is not threading.main_thread():
             return "the training does not run in the main thread"
         before = signal.getsignal(signal.SIGUSR2)
-        if before is None or (not callable(before) and caught_elsewhere(signal.SIGUSR2)):
+        if before is None or (not callable(before) and handles_signal(signal.SIGUSR2)):
             return "a handler outside Python is installed"
         self._before = before
         signal.signal(signal.SIGUSR2, self._own)

@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from typing import Final
 
 from lightning_memprof.account.ledger.memory import ByteLedger
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.series import ThroughputRow
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.fact import PASSES, Fact
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import JOIN_BATCHES, LARGER_BATCHES, STEP_LESS_OFTEN, Remedy
-from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
+from lightning_memprof.judge.rule import Detail, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
-TIMES_LARGER: Final = 8
 # A batch of twice the size pays the fixed part half as often, one of eight times the size an eighth as often.
-LARGER_BATCH: Final = (1 / 2, 1 - 1 / TIMES_LARGER)
+LARGER_BATCH: Final = (1 / 2, 1 - 1 / POLICY.times_larger)
 
 
-def small_batches(facts: Facts) -> Iterator[Found]:
+def small_batches(facts: Facts, fact: Fact) -> Detail | None:
     """Return the work of steps of few samples that does not depend on their number.
 
     It is that of the optimizer, of the Trainer and callbacks, of short calls of operators and Python in forward and
     backward, and a part of the others. Where gradients accumulate, without the optimizer, and up to one batch instead
     of all that fit into memory.
     """
-    heaviest = facts.heaviest(lambda ledger: ledger.ns(*PASSES, Part.OPTIMIZER))
-    if heaviest is None or not facts.is_fit:
-        return
-    rank, ledger = heaviest
+    rank, ledger = fact.rank, fact.ledger
     memory = facts.byte_ledgers.get(rank.rank)
     accumulated = (rank.training.accumulate_grad_batches if rank.training else None) or 1
     joined = _joined(memory, accumulated)
     samples = _samples(rank, with_positions=accumulated == 1)
-    if samples is None or samples > POLICY.few_samples or joined == 1 < accumulated:
-        return
+    if not facts.is_fit or samples is None or samples > POLICY.few_samples or joined == 1 < accumulated:
+        return None
     lines = [line for line in ledger.of(*PASSES) if line.operator is not None]
     called, calling = sum(min(line.count, POLICY.loop) for line in lines if line.operator), sum(map(_calling, lines))
     if not called:
-        return
+        return None
     # Accumulated batches share the optimizer's step.
     optimizer, around = ledger.ns(Part.OPTIMIZER) * (joined == 1), ledger.ns(Part.UNTRACKED, Part.CALLBACK)
-    detail = Detail(
+    return Detail(
+        lines=(TimeLine(part=Part.FORWARD, ns=optimizer + around + calling),),
         fields={"samples": format_count(samples, "sample")},
         measured=(
             f"In {ledger.length_text}, "
@@ -53,14 +50,12 @@ def small_batches(facts: Facts) -> Iterator[Found]:
             f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}"
         ),
         why=_accumulation(memory, accumulated) if joined > 1 else "",
-        remedies=_larger(samples, joined, accumulated // joined),
+        remedies=(do.JOIN_BATCHES.filled(joined=joined, samples=samples * joined, left=accumulated // joined),)
+        if joined > 1
+        else (do.LARGER_BATCH.filled(samples=samples * POLICY.times_larger), do.ACCUMULATE),
         saves=LARGER_BATCH if joined == 1 else (1 / 2, 1 - 1 / joined),
         numbers={"samples": samples, "joined": joined, "called": called},
         evidence=facts.recorded(rank, "throughput"),
-    )
-    yield (
-        Fact(source=rank, ledger=ledger, lines=(TimeLine(part=Part.FORWARD, ns=optimizer + around + calling),)),
-        detail,
     )
 
 
@@ -75,12 +70,6 @@ def _accumulation(memory: ByteLedger | None, accumulated: int) -> str:
     if memory is None or memory.filled is None:
         return f"{text}."
     return f"{text}; the peak of {format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of the memory."
-
-
-def _larger(samples: int, joined: int, left: int) -> tuple[Remedy, ...]:
-    if joined > 1:
-        return (JOIN_BATCHES.filled(joined=joined, samples=samples * joined, left=left),)
-    return LARGER_BATCHES.filled(samples=samples * TIMES_LARGER), STEP_LESS_OFTEN
 
 
 def _calling(line: TimeLine) -> float:
@@ -101,23 +90,18 @@ ROWS: Final = (
     Rule(
         id="small_batch",
         about=(
-            "Steps of few samples spend much time on work that does not depend on the number of samples: the "
-            "optimizer updates all parameters, Python calls all operators, and the operators read the "
-            "parameters, for 2 samples as for 200."
+            "Steps of few samples spend much time on work that does not depend on the number of samples: the optimizer "
+            "updates all parameters, and Python calls all operators, for 2 samples as for 200."
         ),
         when=(
             "A batch has at most 8 samples (or positions, if it is of sequences). The time is that of the optimizer, "
-            "the Trainer and callbacks, of operators and Python in forward and backward that take less than 0.1 ms per "
-            "call, and 10 µs of each longer call; each operator counts at most 8 times per module: more calls are a "
-            "loop. Where gradients accumulate, positions and the optimizer do not count, and at least two of the "
-            "batches must fit into 70% of the memory as one. Needs an operator trace."
+            "the Trainer and callbacks, of operators and Python that take less than 0.1 ms per call, and 10 µs of each "
+            "longer call. Where gradients accumulate, the optimizer does not count, and at least two of the batches "
+            "must fit into the memory as one. Needs an operator trace."
         ),
-        trade_off=(
-            "Fewer optimizer steps for the same number of samples, and memory for larger activations. Where "
-            "gradients accumulate, the number of optimizer steps stays the same, and BatchNorm sees more samples."
-        ),
+        trade_off="Fewer optimizer steps (as many where gradients accumulate), and memory for larger activations.",
         of=(*PASSES, Part.OPTIMIZER, Part.CALLBACK, Part.UNTRACKED),
-        find=small_batches,
+        detail=small_batches,
         says="Small batch ({samples}): {share} does not depend on the batch size{rank}.",
         saves=LARGER_BATCH,
         # Each step has some such work, whatever the size of its batch.

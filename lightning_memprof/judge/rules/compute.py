@@ -7,37 +7,21 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from msgspec.structs import replace
-
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, scaled, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.cores import core_load, is_oversubscribed, ranks_on_host, torch_threads
+from lightning_memprof.judge.fact import PASSES, Fact
 from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.finding import Severity
 from lightning_memprof.judge.operators import DECOMPOSES
 from lightning_memprof.judge.optimizers import FOREACH, FUSED, OF_TORCH
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    ACCUMULATE,
-    ALL_AT_ONCE,
-    DECOMPOSE_IN_STEP,
-    FLOAT32,
-    FOREACH_IN_STEP,
-    FOREACH_OPTIMIZER,
-    FUSED_OPTIMIZER,
-    JOIN_GROUPS,
-    NO_ANOMALY_DETECTION,
-    NO_ANOMALY_REGION,
-    SAME_SHAPE,
-    SPARSE_EMBEDDING,
-    SPLIT_OPTIMIZER,
-    THREADS,
-    Remedy,
-)
-from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
+from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.judge.rule import Detail, Found, Rule
 from lightning_memprof.judge.traces import remedies as remedies_for
-from lightning_memprof.judge.traces import seen_in
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
@@ -45,21 +29,17 @@ WORK: Final[tuple[Part, ...]] = (*PASSES, Part.OPTIMIZER)
 COMPUTED: Final[tuple[Part, ...]] = (*WORK, Part.CORE_WAIT)
 
 
-def in_double(facts: Facts) -> Iterator[Found]:
+def in_double(facts: Facts, fact: Fact) -> Detail:
     """Return the part of forward, backward and optimizer that computes in float64."""
-    if (heaviest := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
-        return
-    rank, ledger = heaviest
-    says, share, module = _double_share(rank, ledger)
-    lines = tuple(replace(line, ns=share * line.ns) for line in ledger.of(*WORK))
-    detail = Detail(
+    says, share, module = _double_share(fact.rank, fact.ledger)
+    return Detail(
+        lines=scaled(fact.lines, share * fact.ns),
         says=says,
         fields={"doubles": percent(share), "module": module},
         why="With float64, operators take about twice the time and memory of float32.",
         numbers={"double_share": share},
-        evidence=facts.recorded(rank, "saved_tensors"),
+        evidence=facts.recorded(fact.rank, "saved_tensors"),
     )
-    yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float, str]:
@@ -84,17 +64,13 @@ def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float, str]:
     return "Double precision: {doubles} of the model's time is in float64, mostly in {module}{rank}.", timed, most
 
 
-def too_many_threads(facts: Facts) -> Iterator[Found]:
-    """Return forward, backward, optimizer and the wait for a core where operators use many more threads than cores.
-
-    At most the share of the threads that cannot run at once is lost.
-    """
-    worst = facts.heaviest(lambda ledger: ledger.ns(*COMPUTED))
-    if worst is None or not worst[0].facts.is_cpu or not is_oversubscribed(facts, worst[0]):
-        return
-    rank, ledger = worst
+def threads_and_cores(facts: Facts, fact: Fact) -> Detail | None:
+    """Return the threads of operators and the cores; at most the share of threads that cannot run at once is lost."""
+    rank = fact.rank
+    if not rank.facts.is_cpu or not is_oversubscribed(facts, rank):
+        return None
     cores, threads, here = rank.facts.cpu_count or 1, torch_threads(rank) or 1, len(ranks_on_host(facts, rank))
-    detail = Detail(
+    return Detail(
         fields={
             "given": f"{threads} threads{f' in each of {here} ranks' if here > 1 else ''}",
             "cores": format_count(cores, "core"),
@@ -104,23 +80,22 @@ def too_many_threads(facts: Facts) -> Iterator[Found]:
         saves=(POLICY.verdict, 1 - cores / (threads * here)),
         numbers={"threads": threads, "cores": cores},
     )
-    yield Fact(source=rank, ledger=ledger, lines=ledger.of(*COMPUTED)), detail
 
 
 # Of what threads save if all work is divided: products of large matrices nearly all, other operators wait for memory.
 SAVED_BY_THREADS: Final = (0.3, 1.0)
 
 
-def on_few_cores(facts: Facts) -> Iterator[Found]:
+def on_few_cores(facts: Facts, fact: Fact) -> Detail | None:
     """Return the long calls of operators, where more than twice as many cores are free as they have threads."""
-    if (heaviest := facts.heaviest(lambda ledger: total(_long_calls(ledger)))) is None or not heaviest[0].facts.is_cpu:
-        return
-    rank, ledger = heaviest
+    rank = fact.rank
     threads, cores = torch_threads(rank), _cores_for(facts, rank)
-    if not threads or cores < 2 * threads:
-        return
+    if not rank.facts.is_cpu or not threads or cores < 2 * threads:
+        return None
+    operators = (line for line in fact.lines if line.operator)
     least, most = (saved * (1 - threads / cores) for saved in SAVED_BY_THREADS)
-    detail = Detail(
+    return Detail(
+        lines=tuple(line for line in operators if line.ns >= POLICY.parallel_ns * max(line.count, 1)),
         fields={"given": format_count(threads, "thread"), "cores": cores, "threads": cores},
         why=(
             f"These operators take {format_ns(POLICY.parallel_ns)} per call or longer; torch.get_num_threads() is "
@@ -130,12 +105,6 @@ def on_few_cores(facts: Facts) -> Iterator[Found]:
         numbers={"threads": threads, "cores": cores},
         evidence=facts.recorded(rank, "operator_trace"),
     )
-    yield Fact(source=rank, ledger=ledger, lines=_long_calls(ledger)), detail
-
-
-def _long_calls(ledger: TimeLedger) -> tuple[TimeLine, ...]:
-    lines = (line for line in ledger.of(*PASSES) if line.operator)
-    return tuple(line for line in lines if line.ns >= POLICY.parallel_ns * max(line.count, 1))
 
 
 def _cores_for(facts: Facts, rank: Rank) -> int:
@@ -153,20 +122,12 @@ def _cores_for(facts: Facts, rank: Rank) -> int:
     return min(alone, round(load.free)) // here - workers
 
 
-def anomaly_detection(facts: Facts) -> Iterator[Found]:
-    """Return forward and backward where anomaly detection is on when the fit starts, or in a recorded forward."""
-    if (worst := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
-        return
-    rank, ledger = worst
-    in_fit = bool(rank.training and rank.training.detect_anomaly)
-    rows = (row for window in rank.windows for row in window.read(SavedTensorsRow).recorded)
-    if not in_fit and not any(row.detects_anomaly for row in rows):
-        return
-    detail = Detail(
-        why="Autograd stores a stack for each forward operator and checks every gradient for NaN.",
-        remedies=(NO_ANOMALY_DETECTION if in_fit else NO_ANOMALY_REGION,),
-    )
-    yield Fact(source=rank, ledger=ledger, lines=ledger.of(*PASSES)), detail
+def detects_anomalies(_: Facts, fact: Fact) -> Detail | None:
+    """Return that anomaly detection is on when the fit starts, or in a recorded forward."""
+    training = fact.rank.training
+    rows = (row for window in fact.rank.windows for row in window.read(SavedTensorsRow).recorded)
+    is_on = bool(training and training.detect_anomaly) or any(row.detects_anomaly for row in rows)
+    return Detail() if is_on else None
 
 
 SEVERAL_PASSES: Final = frozenset({"Adagrad", "Adam", "AdamW"})
@@ -185,9 +146,8 @@ IN_ONE_KERNEL: Final = (0.4, 0.9)
 LESS_OFTEN: Final = (1 / 2, 3 / 4)
 
 
-def slow_optimizers(facts: Facts) -> Iterator[Found]:
-    """Yield the slowest optimizer of a run, and those of traces that update one parameter at a time on a device."""
-    yield from _slowest(facts)
+def slow_in_traces(facts: Facts) -> Iterator[Found]:
+    """Yield the optimizers of traces that update one parameter at a time on a device."""
     for trace in facts.steady_traces:
         ledger, window, program = trace.device_ledger, trace.gpu_window, trace.program
         if ledger is None or window is None or not window.compute_ns or program.loop_optimizer not in FOREACH:
@@ -201,25 +161,22 @@ def slow_optimizers(facts: Facts) -> Iterator[Found]:
                 fields={"optimizer": program.loop_optimizer},
                 measured=f"Its kernels take {format_ns(spent)} of {format_ns(ledger.step_ns)}",
                 why="No kernel updates several parameters.",
-                remedies=remedies_for(trace, ALL_AT_ONCE),
-                evidence=seen_in(trace),
+                remedies=remedies_for(trace, do.FUSED_OPTIMIZER),
                 numbers={"optimizer": program.loop_optimizer},
                 saves=IN_ONE_KERNEL,
             ),
         )
 
 
-def _slowest(facts: Facts) -> Iterator[Found]:
+def slowest_optimizer(facts: Facts, fact: Fact) -> Detail | None:
     """Return the optimizer that takes most: of those that update tensors one by one, else of all if it bounds the step.
 
     What the faster form replaces is saved: all of an optimizer of torch; of one of the program the operators that have
     a form for lists. The time of a large dense embedding is not the loop's.
     """
-    if (worst := facts.heaviest(lambda ledger: ledger.ns("optimizer"))) is None or worst[0].training is None:
-        return
-    rank, ledger = worst
-    dense = _embedding(rank)
-    optimizers = [each for each in worst[0].training.optimizers if dense is None or _is_apart(each, dense[0])]
+    rank, ledger, dense = fact.rank, fact.ledger, _embedding(fact.rank)
+    optimizers = rank.training.optimizers if rank.training else []
+    optimizers = [each for each in optimizers if dense is None or _is_apart(each, dense[0])]
     recorded = facts.host_ledger(rank)
     least = 2 * POLICY.note * ledger.step_ns  # the faster form saves half of it
     loops = [
@@ -227,15 +184,17 @@ def _slowest(facts: Facts) -> Iterator[Found]:
     ]
     chosen = max(loops or optimizers, key=lambda each: total(_own(ledger, each, rank)), default=None)
     if chosen is None:
-        return
-    fact = Fact(source=rank, ledger=ledger, lines=_own(ledger, chosen, rank))
-    if not loops and fact.share < POLICY.bound:
-        return
+        return None
+    lines = _own(ledger, chosen, rank)
+    if not loops and total(lines) < POLICY.bound * ledger.step_ns:
+        return None
     name, part = chosen.name or "the optimizer", _saved_by_lists(chosen, rank, recorded)
+    how = f"in {chosen.groups:,} parameter groups" if _has_needless_groups(chosen) else "one by one"
     fields = {"optimizer": name, "settings": chosen.settings, "groups": chosen.groups}
     remedies = _faster_optimizer(chosen, rank) if loops else _rarer(chosen, recorded)
-    detail = Detail(
-        says=f"{{optimizer}} {_updates(chosen)}: {{share}}{{rank}}." if loops else "",
+    return Detail(
+        lines=lines,
+        says=f"{{optimizer}} updates {_tensors(chosen)} {how}: {{share}}{{rank}}." if loops else "",
         fields=fields,
         why=(
             f"{name} updates {_tensors(chosen)} in {format_count(chosen.groups or 1, 'group')} on {_device(chosen)}"
@@ -245,7 +204,6 @@ def _slowest(facts: Facts) -> Iterator[Found]:
         saves=(part * FASTER[0], part * FASTER[1]) if loops else LESS_OFTEN,
         numbers={"optimizers": [each.fields for each in loops or optimizers]},
     )
-    yield fact, detail
 
 
 def _own(ledger: TimeLedger, optimizer: OptimizerFacts, rank: Rank) -> tuple[TimeLine, ...]:
@@ -280,11 +238,6 @@ def _saved_by_lists(optimizer: OptimizerFacts, rank: Rank, recorded: TimeLedger 
     return (total(replaced) + python) / max(total(lines), 1.0)
 
 
-def _updates(optimizer: OptimizerFacts) -> str:
-    how = f"in {optimizer.groups:,} parameter groups" if _has_needless_groups(optimizer) else "one by one"
-    return f"updates {_tensors(optimizer)} {how}"
-
-
 def _tensors(optimizer: OptimizerFacts) -> str:
     return format_count(optimizer.parameters, "tensor") if optimizer.parameters else "its tensors"
 
@@ -302,46 +255,42 @@ def _rarer(optimizer: OptimizerFacts, recorded: TimeLedger | None) -> tuple[Reme
     """Return how an optimizer without a faster form does less."""
     lines = _named(recorded.of("optimizer"), optimizer) if recorded else ()
     decomposed = total(line for line in lines if DECOMPOSES.matches(line.operator))
-    return (*((DECOMPOSE_IN_STEP,) if decomposed > total(lines) / 2 else ()), ACCUMULATE)
+    return (*((do.DECOMPOSE_LESS,) if decomposed > total(lines) / 2 else ()), do.ACCUMULATE)
 
 
 def _faster_optimizer(optimizer: OptimizerFacts, rank: Rank) -> tuple[Remedy, ...]:
-    joined = (JOIN_GROUPS,) if _has_needless_groups(optimizer) else ()
+    joined = (do.JOIN_GROUPS,) if _has_needless_groups(optimizer) else ()
     if optimizer.name not in OF_TORCH:
-        return (*joined, FOREACH_IN_STEP, ACCUMULATE)
+        return (*joined, do.FOREACH_IN_STEP, do.ACCUMULATE)
     if optimizer.fused or optimizer.foreach or optimizer.name not in FOREACH:
         return joined
-    if optimizer.name not in FUSED:
-        return (*joined, FOREACH_OPTIMIZER)
-    if rank.training and any(parameter.sparse for parameter in rank.training.largest_parameters):
-        return (*joined, SPLIT_OPTIMIZER)
-    return (*joined, FUSED_OPTIMIZER, FOREACH_OPTIMIZER)
+    # The fused kernels have no sparse gradients.
+    is_sparse = rank.training is not None and any(each.sparse for each in rank.training.largest_parameters)
+    kernels = "fused" if optimizer.name in FUSED and not is_sparse else "foreach"
+    return (*joined, do.FUSED_OPTIMIZER.filled(optimizer=optimizer.name, kernels=kernels))
 
 
-def dense_embedding(facts: Facts) -> Iterator[Found]:
+def dense_embedding(_: Facts, fact: Fact) -> Detail | None:
     """Return the optimizer that updates all rows of a large embedding; sparse updates take next to none."""
-    if (worst := facts.heaviest(lambda ledger: ledger.ns("optimizer"))) is None or worst[0].training is None:
-        return
-    rank, ledger = worst
-    if (found := _embedding(rank)) is None:
-        return
+    training, found = fact.rank.training, _embedding(fact.rank)
+    if training is None or found is None:
+        return None
     embedding, share = found
-    owner = next((each for each in worst[0].training.optimizers if not _is_apart(each, embedding)), None)
+    owner = next((each for each in training.optimizers if not _is_apart(each, embedding)), None)
     share = 1.0 if owner and owner.parameters == 1 else share
     name = owner.name if owner else None
-    fused = (FUSED_OPTIMIZER.filled(optimizer=name),) if name in FUSED else ()
-    detail = Detail(
+    fused = (do.FUSED_OPTIMIZER.filled(optimizer=name, kernels="fused"),) if name in FUSED else ()
+    return Detail(
+        lines=_own(fact.ledger, owner, fact.rank) if owner else None,
         fields={"embedding": embedding.name},
         why=(
             f"{embedding.name} ({format_bytes(embedding.bytes)}) is {percent(share)} of the parameters, and its "
             "gradient is dense."
         ),
-        remedies=(SPARSE_EMBEDDING, *fused),
+        remedies=(do.SPARSE_EMBEDDING, *fused),
         saves=(share / 2, share),
         numbers={"parameter": embedding.name},
     )
-    lines = _own(ledger, owner, rank) if owner else ledger.of("optimizer")
-    yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
@@ -365,108 +314,90 @@ LOSSES: Final = ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "ate
 BROADCAST: Final = "aten::broadcast_tensors"
 
 
-def broadcast_loss(facts: Facts) -> Iterator[Found]:
+def broadcast_loss(facts: Facts, fact: Fact) -> Detail | None:
     """Return the operators of a loss whose prediction and target have different shapes, forward and backward."""
-    if (worst := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
-        return
-    rank, ledger = worst
-    forward = [line for line in (facts.host_ledger(rank) or ledger).of("forward") if line.called]
+    forward = [line for line in (facts.host_ledger(fact.rank) or fact.ledger).of("forward") if line.called]
     found = []
     for line in forward:
         # Other functions that broadcast, those of distributions, may mean it.
         losses = [loss for loss in forward if loss.operator in LOSSES and loss.module == line.module]
         if line.operator == BROADCAST and line.inside and line.called == sum(loss.called for loss in losses):
             found += losses
+    if not found:
+        return None
     names = {f"{loss.operator}{suffix}" for loss in found for suffix in ("", "_backward")}
-    lines = tuple(line for line in ledger.of(*PASSES) if line.operator in names)
-    if not lines:
-        return
     loss = max(found, key=lambda line: line.ns)
-    detail = Detail(
+    return Detail(
+        lines=tuple(line for line in fact.lines if line.operator in names),
         fields={"loss": (loss.operator or "").removeprefix("aten::")},
-        why="Each value is compared with several values of the other tensor; torch warns of incorrect results.",
+        why="Each value is compared with several of the other tensor; torch warns of incorrect results.",
+        # What it costs is the smaller part: the training minimizes another loss.
+        at_least=Severity.WARNING,
         numbers={"loss": loss.operator, "module": loss.module},
     )
-    yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 ROWS: Final = (
     Rule(
         id="anomaly_detection",
-        about=(
-            "Autograd's anomaly detection is on: it stores a stack for each forward operator and checks every gradient "
-            "for NaN. A step takes 1.4 to 3 times as long."
-        ),
+        about="Anomaly detection stores a stack for each forward operator and checks every gradient for NaN.",
         trade_off="No forward stack when a gradient becomes NaN.",
         of=PASSES,
-        find=anomaly_detection,
+        detail=detects_anomalies,
         says="Anomaly detection is on: forward and backward take {share}{rank}.",
+        remedies=(do.NO_ANOMALY_DETECTION,),
         saves=(0.3, 0.65),
     ),
     Rule(
         id="double_precision",
-        about=(
-            "Saved activations, parameters or module outputs are float64. Operators take twice the time on a "
-            "CPU, because vector registers and memory bandwidth hold half as many numbers, and up to 64 times on "
-            "GPUs without float64 units."
-        ),
+        about="float64 takes twice the time on a CPU, and up to 64 times on GPUs without float64 units.",
         trade_off="Lower precision; training rarely needs float64.",
         of=WORK,
-        find=in_double,
+        detail=in_double,
         says="Double precision takes {share}{rank}.",
-        remedies=(FLOAT32,),
+        remedies=(do.FLOAT32,),
         saves=(0.35, 0.5),
     ),
     Rule(
         id="broadcast_loss",
-        about=(
-            "mse_loss, l1_loss, smooth_l1_loss or huber_loss gets a prediction and a target of different shapes, such "
-            "as (N, 1) and (N,), and compares all pairs: the model learns the mean of the targets. Needs an operator "
-            "trace."
-        ),
+        about="Prediction and target have different shapes, and all pairs are compared. Needs an operator trace.",
+        when="At least `warning`: the loss is not the intended one.",
         trade_off="None.",
         of=PASSES,
-        find=broadcast_loss,
+        detail=broadcast_loss,
         says="The loss broadcasts: {loss} gets tensors of different shapes: {share}{rank}.",
-        remedies=(SAME_SHAPE,),
+        remedies=(do.SAME_SHAPE,),
         saves=(0.5, 1.0),
     ),
     Rule(
         id="thread_oversubscription",
-        about=(
-            "On a CPU, the ranks of a host together have at least twice as many threads as cores. A parallel region "
-            "ends with its last thread, and waits for threads that have no core."
-        ),
+        about="On a CPU, a parallel region waits for its last thread: a host has twice as many threads as cores.",
         trade_off="None. The remedy saves at most the share of the threads without a core.",
         of=COMPUTED,
-        find=too_many_threads,
+        detail=threads_and_cores,
         says="Thread oversubscription: operators use {given} on {cores}.",
-        remedies=(THREADS,),
+        remedies=(do.THREADS,),
         saves=(POLICY.verdict, 1.0),
     ),
     Rule(
         id="idle_cores",
         about=(
-            "On a CPU, operators of 0.1 ms per call or longer use at most half of the free physical cores, usually "
-            "after torch.set_num_threads(1) or with OMP_NUM_THREADS=1, the default of torchrun. Needs an operator "
-            "trace and the load of the cores."
+            "On a CPU, operators of 0.1 ms per call or longer use at most half of the free physical cores, as with "
+            "OMP_NUM_THREADS=1, the default of torchrun. Needs an operator trace and the load of the cores."
         ),
         trade_off="Fewer cores for other programs. The remedy saves 1 - threads / cores of this time.",
         of=PASSES,
-        find=on_few_cores,
+        detail=on_few_cores,
         says="Operators use {given} on {cores} free cores{rank}: {share} can run in parallel.",
-        remedies=(THREADS,),
+        remedies=(do.THREADS,),
         saves=SAVED_BY_THREADS,
     ),
     Rule(
         id="dense_embedding",
-        about=(
-            "An Embedding without sparse=True is the largest parameter and has at least half of all parameters: the "
-            "optimizer updates every row in every step, even rows that no sample uses."
-        ),
+        about="Without sparse=True the optimizer updates every row of an Embedding with half of all parameters.",
         trade_off="No momentum and weight decay for rows that the batch does not use.",
         of=(Part.OPTIMIZER,),
-        find=dense_embedding,
+        detail=dense_embedding,
         says="The optimizer updates all rows of the embedding {embedding}: {share}{rank}.",
         bound="Optimizer-bound",
         saves=(0.5, 1.0),
@@ -474,18 +405,14 @@ ROWS: Final = (
     Rule(
         id="optimizer_bound",
         about=(
-            "An optimizer updates 20 tensors or more one by one although a faster implementation exists (fused "
-            "or foreach of torch.optim, torch._foreach_ functions in an optimizer of the program), or has many "
-            "parameter groups with the same settings. Without a run, an operator trace shows the kernels of such "
-            "a loop on a device."
+            "An optimizer updates 20 tensors or more one by one although a faster implementation exists (fused, "
+            "foreach, torch._foreach_ functions), or has many parameter groups with the same settings."
         ),
-        when=(
-            "Adam, AdamW and Adagrad also count with fewer tensors if the largest parameters are at least 16 "
-            "MiB. Without a faster implementation, the optimizer is reported from 50% of each step."
-        ),
+        when="Without a faster implementation, the optimizer is reported from 50% of each step.",
         trade_off="None, or fewer optimizer steps, which recovers half to three quarters of the time.",
         of=(Part.OPTIMIZER,),
-        find=slow_optimizers,
+        find=slow_in_traces,
+        detail=slowest_optimizer,
         says="{optimizer} takes {share}{rank}.",
         bound="Optimizer-bound",
         saves=FASTER,

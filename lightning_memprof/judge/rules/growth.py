@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from lightning_memprof.account.ledger.growth import Growth, Holders, held_growth, steady_growth
+from lightning_memprof.account.ledger.growth import Growth, steady_growth
+from lightning_memprof.account.ledger.holders import Holders, held_growth, is_compiled
 from lightning_memprof.account.memory.model import DeviceAllocations, Site
 from lightning_memprof.account.memory.report import RankMemory
 from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.artifacts.naming import SnapshotName, holders_name
 from lightning_memprof.artifacts.series import ActionMemoryRow, HolderRow, ThroughputRow
-from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, FoundBytes, FoundInSnapshot, RankBytes
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.causes import Cause, dataset_name, file_of, growth_text, holder_cause, rank_memory
+from lightning_memprof.judge.fact import ByteFact, on_device
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Severity
 from lightning_memprof.judge.loading import sample_method
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    BOUND_WORKER_CACHE,
-    DROP_GRAPH,
-    EVEN_LENGTHS,
-    FIND_APPENDS,
-    RELEASE_NATIVE,
-    RELEASE_TENSORS,
-    STORE_DETACHED,
-    STORE_LESS,
-    TRACE_NATIVE,
-)
-from lightning_memprof.judge.snapshots import freed_growth, released
+from lightning_memprof.judge.rule import Detail, Found, Rule
+from lightning_memprof.judge.snapshots import on_devices, released
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import format_bytes, format_count, percent
+from lightning_memprof.units import format_bytes, format_count, percent, sentence
 
 # Allocations of these phases live across steps in every training run.
 PERMANENT: Final = frozenset({"backward", "optimizer"})
@@ -44,8 +36,8 @@ RSS: Final = "RSS"
 COLUMNS: Final = (("rss_bytes", "Host memory", RSS), ("device_peak_bytes", "Device memory", "device peak"))
 ENTRIES: Final = ("Host memory", "memory of its entries")
 OUTSIDE: Final = {
-    "remainder": (" ", "outside Python objects", "native code keeps it", TRACE_NATIVE),
-    "free memory": (": ", "the C allocator keeps freed memory", "the program has freed it", EVEN_LENGTHS),
+    "remainder": (" ", "outside Python objects", "native code keeps it", do.TRACE_NATIVE),
+    "free memory": (": ", "the C allocator keeps freed memory", "the program has freed it", do.EVEN_LENGTHS),
 }
 
 
@@ -67,19 +59,19 @@ class _Survivor(NamedTuple):
 SAYS: Final = "{memory} grows by {rate} per step{rank}{link}{owner}{graph}{line}."
 
 
-def growing(facts: Facts) -> FoundBytes | None:
-    """Return memory that grows with every step, and its cause: all that the slope added to the peak."""
+def growing(facts: Facts) -> Iterator[Found]:
+    """Yield memory that grows with every step, and its cause: all that the slope added to the peak."""
     found = _slopes(facts)
     if not found:
-        return None
-    growth, rank, memory, source = max(found, key=lambda entry: entry[0].added_bytes)
+        return
+    growth, rank, memory, source = max(found, key=lambda entry: entry[0].added)
     holders = Holders(_bounded(rank.read(HolderRow).rows, rank), growth)
-    full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
+    full = steps_until_full(facts, rank, growth.per_step, on_host=source == RSS)
     if holders.ends or (growth.is_settling(is_fatal=full is not None) and holders.is_free):
-        return None
+        return
     holder, outside = holders.main, _outside(holders)
     survivors = _survivors(facts, rank, growth)
-    named = holder_cause(holder) if holder is not None else _cause(facts, rank, growth, survivors, holders)
+    named = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors, holders)
     # A fetch also adds what the program frees elsewhere.
     is_sure = named is not None and not (named.action or "").endswith(FETCH)
     cause = named if is_sure or outside is None else outside
@@ -90,33 +82,34 @@ def growing(facts: Facts) -> FoundBytes | None:
     shown = [cause.why] if cause is not None else []
     shown += [survivors[0].shown] if survivors and (holder is not None or cause is None) else []
     shown += [f"memory is full after {full:,} more steps, before the training ends"] if full is not None else []
-    text = "; ".join(shown)
-    fact = RankBytes(
+    fact = ByteFact(
         owner=cause.owner if cause is not None else "",
-        bytes=growth.added_bytes,
-        whole=growth.start_bytes + growth.added_bytes,
+        bytes=growth.added,
+        whole=growth.start + growth.added,
         # The ledger of an accelerator does not know what grew there.
         ledger=facts.resident_ledgers.get(rank.rank, facts.byte_ledgers.get(rank.rank)) if source == RSS else None,
-        rank=rank,
+        source=rank,
         evidence=tuple(seen),
     )
     is_explained = cause is not None and cause is not outside
     is_note = holders.is_free or not (is_explained or source != RSS or _is_steady(rank, growth))
-    return fact, ByteDetail(
-        fields=_fields(memory, format_bytes(growth.bytes_per_step), facts.on_rank(rank), cause),
+    is_note |= holder is not None and is_compiled(holder)
+    detail = Detail(
+        fields=_fields(memory, format_bytes(growth.per_step), facts.on_rank(rank), cause),
         measured=f"The {source} {growth_text(growth)}",
-        why=f"{text[0].upper()}{text[1:]}." if text else "",
-        remedies=(cause.remedy,) if cause is not None else (STORE_DETACHED, FIND_APPENDS),
+        why=sentence(*shown),
+        remedies=(cause.remedy if cause is not None else do.RELEASE_TENSORS.filled(made="data of each batch"),),
         is_note=is_note and full is None,
         at_least=Severity.WARNING if full is not None else Severity.NONE,
         numbers={
-            "bytes_per_step": round(growth.bytes_per_step),
+            "bytes_per_step": round(growth.per_step),
             "steps": growth.steps,
             "action": cause.action if cause else None,
             "holder": {"place": holder.place, "line": holder.line, "content": holder.content} if holder else None,
             "survivors": [{**structs.asdict(each.site), "steps_later": each.age} for each in survivors],
         },
     )
+    yield fact, detail
 
 
 def _fields(memory: str, rate: str, rank: str, cause: Cause | None) -> dict[str, str]:
@@ -128,20 +121,20 @@ def _fields(memory: str, rate: str, rank: str, cause: Cause | None) -> dict[str,
     return found if len(SAYS.format(owner=cause.owner, **found)) <= POLICY.title else {**found, "line": ""}
 
 
-def growing_blocks(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:  # noqa: ARG001
+def growing_blocks(snapshot: SnapshotReport, device: DeviceReport) -> Found | None:
     """Return the blocks of a function that pile up; freeing them recovers those of the peak, or all but a step's."""
     growth, peak = device.growth, device.peak_requested_bytes
     if growth is None:
         return None
-    return ByteFact(owner=growth.site, bytes=growth.bytes, whole=peak), lambda: ByteDetail(
-        fields=_fields(f"Memory of cuda:{device.device}", format_bytes(growth.step_bytes), "", None) | {"link": " in "},
+    return on_device(snapshot, device, growth.added, peak, owner=growth.owner), lambda: Detail(
+        fields=_fields(f"Memory of cuda:{device.device}", format_bytes(growth.per_step), "", None) | {"link": " in "},
         why=(
-            f"{format_bytes(growth.bytes)} in {format_count(growth.blocks, 'block')} of {growth.steps} steps are live "
-            f"at the end of the recorded history, {percent(growth.bytes / peak)} of the peak."
+            f"{format_bytes(growth.added)} in {format_count(growth.blocks, 'block')} of {growth.steps} steps are "
+            f"live at the end of the recorded history, {percent(growth.added / peak)} of the peak."
         ),
-        saves_bytes=(growth.peak_bytes - growth.step_bytes, growth.peak_bytes),
-        remedies=freed_growth(device, growth),
-        numbers={"bytes_per_step": growth.step_bytes, "steps": growth.steps, "blocks": growth.blocks},
+        saves=((growth.peak_bytes - growth.per_step) / growth.added, growth.peak_bytes / growth.added),
+        remedies=(released(growth),),
+        numbers={"bytes_per_step": round(growth.per_step), "steps": growth.steps, "blocks": growth.blocks},
     )
 
 
@@ -170,6 +163,15 @@ def _slopes(facts: Facts) -> list[tuple[Growth, Rank, str, str]]:
     ]
 
 
+def _held(holder: HolderRow) -> Cause:
+    """Return the cause of memory that a variable holds; the compiler holds until its limit of recompilations."""
+    cause = holder_cause(holder)
+    if not is_compiled(holder):
+        return cause
+    why = f"{cause.why}: a graph for each new shape"
+    return cause._replace(owner="graphs of torch.compile", why=why, remedy=do.DYNAMIC_SHAPES, graph="", line="")
+
+
 def _is_steady(rank: Rank, growth: Growth) -> bool:
     """Return whether varying lengths cannot explain a slope.
 
@@ -192,22 +194,20 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
     known = _growing_action(facts, rank, growth) or _piled_up(facts, rank)
     if known is not None:
         return known
-    survivor = next((each for each in survivors if each.site.bytes >= POLICY.most * growth.bytes_per_step), None)
+    survivor = next((each for each in survivors if each.site.bytes >= POLICY.most * growth.per_step), None)
     if survivor is not None:
         site = survivor.site
         owner = site.line or site.module or site.operator
         made = site.line or f"the output of {owner}"
         if native is not None:
-            remedy = RELEASE_NATIVE.filled(made=made)
-            return Cause(f"tensors of {owner}, {native.owner}", f"{survivor.shown}; {native.why}", remedy)
-        record = "" if site.line else "; ExtendedPyTorchProfiler(with_stack=True) records its line"
-        return Cause(f"tensors of {owner}", survivor.shown, RELEASE_TENSORS.filled(made=made, record=record))
+            return Cause(f"tensors of {owner}, {native.owner}", f"{survivor.shown}; {native.why}", native.remedy)
+        return Cause(f"tensors of {owner}", survivor.shown, do.RELEASE_TENSORS.filled(made=made))
     memory = rank_memory(facts, rank)
     saved = memory.activations if memory is not None else None
-    sizes = sorted((saved.total_bytes, growth.bytes_per_step)) if saved is not None else (0, math.inf)
+    sizes = sorted((saved.total_bytes, growth.per_step)) if saved is not None else (0, math.inf)
     if saved is not None and sizes[1] < POLICY.alike * sizes[0]:
         why = f"a step saves {format_bytes(saved.total_bytes)} of activations: a stored loss or output holds its graph"
-        return Cause("the saved activations of each step", why, DROP_GRAPH)
+        return Cause("the saved activations of each step", why, do.DROP_GRAPH)
     return None
 
 
@@ -217,8 +217,8 @@ def _piled_up(facts: Facts, rank: Rank) -> Cause | None:
         name = SnapshotName.parse(snapshot.file.name)
         for device in snapshot.devices if name is None or name.rank == rank.rank else ():
             if (growth := device.growth) is not None:
-                why = f"{format_bytes(growth.step_bytes)} of its blocks per step are live at the end of the snapshot"
-                return Cause(growth.site, why, released(growth))
+                why = f"{format_bytes(growth.per_step)} of its blocks per step are live at the end of the snapshot"
+                return Cause(growth.owner, why, released(growth))
     return None
 
 
@@ -252,10 +252,10 @@ def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> Cause | None:
     why = f"{measured} rises by {format_bytes(fits[action])} over it in each recorded step"
     if not action.endswith(FETCH):
         name = action_name(action)
-        return Cause(name, why, STORE_LESS.filled(owner=name), action)
+        return Cause(name, why, do.RELEASE_TENSORS.filled(made=f"data of {name}"), action)
     name = dataset_name(rank) or "the data set"
     method = sample_method(rank.training.dataloaders if rank.training else ())
-    return Cause(f"the fetch from {name}", why, BOUND_WORKER_CACHE.filled(sample=f"{name}.{method}"), action)
+    return Cause(f"the fetch from {name}", why, do.BOUND_WORKER_CACHE.filled(sample=f"{name}.{method}"), action)
 
 
 def _fitting(
@@ -273,7 +273,7 @@ def _fitting(
         if steps
         and min(found) > 0
         and (POLICY.most if action.endswith(FETCH) else hooked)
-        <= (mean := sum(found) / steps) / growth.bytes_per_step
+        <= (mean := sum(found) / steps) / growth.per_step
         <= 1 / POLICY.most
     }
 
@@ -297,13 +297,13 @@ def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
         for device in window.devices
         for site in device.sites
         if site.step is not None and device.peak_step is not None and site.step < device.peak_step
-        if site.phase not in PERMANENT and site.bytes >= POLICY.verdict * growth.bytes_per_step
+        if site.phase not in PERMANENT and site.bytes >= POLICY.verdict * growth.per_step
     ]
     return sorted(found, key=lambda survivor: -survivor.site.bytes)[: POLICY.owners]
 
 
-def outliving_graph(facts: Facts) -> FoundBytes | None:
-    """Return saved activations of a step that are live at the peak of a later one: backward did not free its graph.
+def outliving_graph(facts: Facts) -> Iterator[Found]:
+    """Yield saved activations of a step that are live at the peak of a later one: backward did not free its graph.
 
     They recover one to two times these bytes. With retain_graph=True the step's own graph, too, stays whole until its
     backward ends, instead of being freed on the way; on a host, the C allocator also keeps free blocks between the two
@@ -318,11 +318,11 @@ def outliving_graph(facts: Facts) -> FoundBytes | None:
         if saved is None or ledger is None or not kept or kept < POLICY.most * saved.total_bytes or is_growth:
             continue
         once = min(kept, saved.total_bytes, ledger.bytes("activation"))
-        fact = RankBytes(
-            bytes=once, whole=ledger.peak_bytes, place=ledger.place, ledger=ledger, rank=rank,
+        fact = ByteFact(
+            bytes=once, whole=ledger.peak_bytes, place=ledger.place, ledger=ledger, source=rank,
             evidence=facts.pulse_and_trace(rank),
         )  # fmt: skip
-        return fact, ByteDetail(
+        detail = Detail(
             measured=(
                 f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
                 f"from the previous forward are live, {percent(fact.share)} of {format_bytes(ledger.peak_bytes)}"
@@ -330,7 +330,8 @@ def outliving_graph(facts: Facts) -> FoundBytes | None:
             why="retain_graph=True or a stored loss or output keeps its graph.",
             numbers={"retained_bytes": kept, "activation_bytes": saved.total_bytes},
         )
-    return None
+        yield fact, detail
+        return
 
 
 def _outliving(device: DeviceAllocations) -> int:
@@ -352,41 +353,29 @@ def steps_until_full(facts: Facts, rank: Rank, bytes_per_step: float, *, on_host
 
 
 ROWS: Final = (
-    ByteRule(
+    Rule(
         id="memory_growth",
         about=(
-            "Memory grows with every step, on the host (RSS), on the device (peak), or in a snapshot in the "
-            "blocks of one function. The run runs out of memory, often hours later and in a step unrelated to "
-            "the cause. The finding names the variable that keeps the memory, with the line that assigns it, if "
-            "the search for holders found it; otherwise the hook or fetch that adds it, the function whose "
-            "blocks outlive their steps, or the saved activations of whole steps."
+            "Memory grows with every step, on the host (RSS), on the device (peak), or in a snapshot in the blocks of "
+            "one function. The finding names the variable that keeps the memory, if the search for holders found it; "
+            "otherwise the hook or fetch that adds it, or the function whose blocks outlive their steps."
         ),
         when=(
-            "In a run, over at least 16 steps without the first tenth and windows, the medians of the four "
-            "quarters rise one after the other, by 32 MiB and 5% (10% in a run below 100 steps); in a snapshot, "
-            "blocks of one function come from at least five steps and stay, with 32 MiB and 10% of the peak. At "
-            "least `warning` if memory is full before the training ends. Not reported for growth that ends: a "
-            "cache or deque with a limit, a container that fills more and more slowly, freed memory that the C "
-            "allocator keeps in a short run. In longer runs such memory is `info`; so is RSS in a short run "
-            "whose batches vary in length, unless a recorded cause explains it."
+            "In a run, over at least 16 steps outside windows, the medians of the four quarters rise one after the "
+            "other, by 32 MiB and 5% (10% below 100 steps); in a snapshot, blocks of one function come from at least "
+            "five steps and stay. At least `warning` if memory is full before the training ends. Not reported for "
+            "growth that ends; `info` for memory that the C allocator keeps, and for batches of varying length."
         ),
         trade_off="None.",
         of=("growth", "requested"),
-        find=growing,
-        in_snapshot=growing_blocks,
+        find=lambda facts: (*growing(facts), *on_devices(growing_blocks, facts)),
         says=SAYS,
         unnamed="{memory} grows by {rate} per step{rank}.",
         saves=(1, 1),
-        # A small part will be more.
-        note=POLICY.note,
-        at_most=Severity.CRITICAL,
     ),
-    ByteRule(
+    Rule(
         id="retained_graph",
-        about=(
-            "Saved activations of a step are live during the next one: its backward did not free the graph. Two "
-            "graphs at once need twice the memory, which halves the batch size that fits."
-        ),
+        about="A backward did not free the graph of its step: two graphs at once need twice the memory.",
         when=(
             "The trace needs allocations: at the peak of a window, the forward of an earlier step holds half of the "
             "saved activations or more. Memory that grows with every step does not count."
@@ -395,10 +384,7 @@ ROWS: Final = (
         of=("activation", "unattributed"),
         find=outliving_graph,
         says="Graphs outlive their step: {size} of saved activations are live in the next one{rank}.",
-        remedies=(DROP_GRAPH,),
+        remedies=(do.DROP_GRAPH,),
         saves=(1, 2),
-        # Up to twice these bytes are recovered.
-        note=POLICY.note,
-        at_most=Severity.CRITICAL,
     ),
 )  # fmt: skip

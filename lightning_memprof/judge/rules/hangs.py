@@ -9,30 +9,17 @@ from lightning_memprof.account.ranks.hangs import Difference, Place, call, diffe
 from lightning_memprof.account.steps.workers import Worker, workers
 from lightning_memprof.artifacts.naming import hang_stacks_name, hangs_name, processes_name
 from lightning_memprof.artifacts.series import CollectiveRow, HangRow
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Severity, titled
-from lightning_memprof.judge.remedies import (
-    CONTINUE_PROCESS,
-    DUMP_STACKS,
-    FEWER_WORKERS_OF_MEMORY,
-    LOOK_AT_LINE,
-    LOOK_AT_NETWORK,
-    READ_OUTPUT,
-    READ_STACKS,
-    SAME_BATCHES,
-    SAME_CALLS,
-    SHARED_MEMORY,
-    TIMEOUT,
-    WITHOUT_WORKERS,
-    Remedy,
-)
-from lightning_memprof.units import format_bytes, format_count, format_list, format_ns
+from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.units import format_bytes, format_count, format_list, format_ns, sentence
 
 MAX_OTHERS: Final = 4
 # Of ranks without a report the first of these is the one that the others wait for.
 ABSENT: Final = ("gone", "stopped", "finished", "running", "ended")
 # By exit code; a signal's number with a minus sign.
-DEATHS: Final = {-9: FEWER_WORKERS_OF_MEMORY, -7: SHARED_MEMORY}
+DEATHS: Final = {-9: do.FEWER_WORKERS_FOR_MEMORY, -7: do.SHARED_MEMORY}
 
 
 SILENT: Final = {
@@ -65,7 +52,6 @@ def worker_died(facts: Facts) -> list[Finding]:
     ended = f"The training ended: {rank.exception.rstrip('.')}." if rank.exception else "The training continued."
     more = f"{format_count(len(dead) - 1, 'more worker')} died" if len(dead) > 1 else ""
     memory = f"it had {format_bytes(worker.private_bytes)} of private memory" if worker.private_bytes else ""
-    known = "; ".join(filter(None, (memory, more)))
     return [
         Finding(
             rule="worker_died",
@@ -77,8 +63,8 @@ def worker_died(facts: Facts) -> list[Finding]:
                 rank=facts.on_rank(rank),
                 end=_end(worker),
             ),
-            why=f"{known[:1].upper()}{known[1:]}{'. ' if known else ''}{ended}",
-            remedies=(DEATHS.get(worker.exit_code or 0, WITHOUT_WORKERS),),
+            why=f"{sentence(memory, more)} {ended}".lstrip(),
+            remedies=(DEATHS.get(worker.exit_code or 0, do.WITHOUT_WORKERS),),
             numbers={"rank": rank.rank, "pid": worker.pid, "exit_code": worker.exit_code, "workers": len(dead)},
             evidence=(Evidence(artifact=f"{facts.run.directory.name}/{processes_name(rank.rank)}", rank=rank.rank),),
             weight=1.0,
@@ -115,7 +101,7 @@ def hang(facts: Facts) -> list[Finding]:
             severity=Severity.CRITICAL,
             title=conclusion.title,
             why=" ".join(filter(None, (conclusion.why, waiting))),
-            remedies=(conclusion.remedy, *((READ_STACKS.filled(file=stacks),) if stacks.endswith(".txt") else ())),
+            remedies=(conclusion.remedy, *((do.READ_STACKS.filled(file=stacks),) if stacks.endswith(".txt") else ())),
             evidence=(Evidence(artifact=f"{facts.run.directory.name}/{stacks}", rank=reports.rank),),
             numbers={
                 "rank": behind.rank,
@@ -173,7 +159,9 @@ def _differing_call(found: list[Place], behind: Place, differs: Difference) -> T
     sides = "; ".join(_words(by_rank[rank], {rank: differs.calls[rank]}) for rank in (behind.rank, other))
     row = behind.row
     ended = row is not None and row.place is None and row.phase in ("between_steps", "other", "callbacks")
-    return Told(title, f"Collective {differs.number} differs: {sides}.", SAME_BATCHES if ended else SAME_CALLS)
+    return Told(
+        title, f"Collective {differs.number} differs: {sides}.", do.SAME_BATCHES if ended else do.SAME_COLLECTIVES
+    )
 
 
 def _rank_behind(facts: Facts, found: list[Place], behind: Place, calls: dict[int, CollectiveRow]) -> Told:
@@ -188,7 +176,7 @@ def _rank_behind(facts: Facts, found: list[Place], behind: Place, calls: dict[in
         title = titled(
             "Rank {rank} raised {error} {where} at {place}.", rank=number, error=error, where=_where(row), place=place
         )
-        remedy = LOOK_AT_LINE.filled(place=place, what=f"`{row.source}`" if row.source else "it raised")
+        remedy = do.LOOK_AT_LINE.filled(place=place, what=f"`{row.source}`" if row.source else "it raised")
         return Told(title, f"{(row.error or '').rstrip('.')}.", remedy)
     title = titled(
         "Step {step} does not end{rank}: stuck in {phase}{worker} at {place}.",
@@ -202,11 +190,11 @@ def _rank_behind(facts: Facts, found: list[Place], behind: Place, calls: dict[in
     called = f", {_name(calls[number])}" if behind.waits and number in calls else ""
     why = f"After {format_ns(row.waited_ns or 0)}{limit} it is in {row.function}{source}{called}."
     if row.phase == "data_wait" and row.place is None:
-        return Told(title, why, TIMEOUT)
+        return Told(title, why, do.WITHOUT_WORKERS)
     if behind.waits and len(found) > 1:
         same = len({call(calls[place.rank]) for place in found if place.rank in calls}) == 1
-        return Told(title, why, LOOK_AT_NETWORK if same and len(calls) == len(found) else SAME_CALLS)
-    return Told(title, why, LOOK_AT_LINE.filled(place=place, what="it does not return"))
+        return Told(title, why, do.LOOK_AT_NETWORK if same and len(calls) == len(found) else do.SAME_COLLECTIVES)
+    return Told(title, why, do.LOOK_AT_LINE.filled(place=place, what="it does not return"))
 
 
 def _silent_rank(facts: Facts, found: list[Place], behind: Place, calls: dict[int, CollectiveRow]) -> Told:
@@ -231,16 +219,15 @@ def _silent_rank(facts: Facts, found: list[Place], behind: Place, calls: dict[in
     if made and (before := usual_call(made)) is not None:
         why.append(f"in earlier steps rank {waiting.rank} called {_name(before)} there")
     if state == "running":
-        remedy = DUMP_STACKS.filled(pid=pid, host=host)
+        remedy = do.DUMP_STACKS.filled(pid=pid, host=host)
     elif state == "stopped":
-        remedy = CONTINUE_PROCESS.filled(pid=pid, host=host)
+        remedy = do.CONTINUE_PROCESS.filled(pid=pid, host=host)
     elif state == "finished":
-        remedy = SAME_BATCHES
+        remedy = do.SAME_BATCHES
     else:
         killed = f"; for SIGKILL, `dmesg | grep -i oom` on {host}" if state == "gone" else ""
-        remedy = READ_OUTPUT.filled(rank=number, kernel=killed)
-    text = "; ".join(why)
-    return Told(title, f"{text[:1].upper()}{text[1:]}." if text else "", remedy)
+        remedy = do.READ_OUTPUT.filled(rank=number, kernel=killed)
+    return Told(title, sentence(*why), remedy)
 
 
 def _words(place: Place, calls: dict[int, CollectiveRow]) -> str:

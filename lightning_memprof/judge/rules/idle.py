@@ -6,57 +6,31 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.ledger.model import TimeLedger, scaled, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import action_name
-from lightning_memprof.account.trace.idle import COMPILES
+from lightning_memprof.account.trace.cold import COMPILES
 from lightning_memprof.account.trace.model import IdleCause, TraceReport
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.fact import Fact
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    ALL_AT_ONCE,
-    CALL_ONCE,
-    CHECK_FEWER_GUARDS,
-    COLLECT_BETWEEN_STEPS,
-    COMPARE_WITH_PULSE,
-    COMPILE_ONCE,
-    COPY_FROM_PINNED,
-    FIND_SLOW_LINES,
-    KEEP_ON_DEVICE,
-    LAUNCH_AT_ONCE,
-    LAUNCH_LESS,
-    MAKE_ON_GPU,
-    MERGE_TRACES,
-    MORE_WORK,
-    MOVE_OUT_OF_STEP,
-    RECORD_DEVICE,
-    RECORD_LESS,
-    RECORD_PYTHON_STACKS,
-    REPLAY_GRAPHS,
-    RUN_ON_GPU,
-    SAVE_ASYNC,
-    Remedy,
-)
-from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
+from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.judge.rule import Detail, Found, InTrace, Rule
 from lightning_memprof.judge.traces import (
+    LATER,
     LAUNCHING,
-    after_start,
     cold_start_of,
     computing,
-    device_traces,
     has_graphs,
     is_brief,
     longest_in,
     profiler_of,
-    recording_calls,
     recording_ns,
     remedies,
-    scaled,
     seen_in,
     shorter_name,
     stretch,
-    sure_ledger,
-    times,
     waits_ns,
 )
 from lightning_memprof.units import format_count, format_ns
@@ -77,68 +51,58 @@ UNSURE: Final[Mapping[Part, tuple[float, float]]] = dict.fromkeys((Part.IDLE_QUE
 ACTION: Final = "[pl][profile]"
 WHOLE_BATCH: Final = "run_training_batch"
 NEXT: Final[Mapping[Part, tuple[Remedy, ...]]] = {
-    Part.IDLE_SYNCHRONIZATION: (KEEP_ON_DEVICE,),
-    Part.IDLE_GC_PAUSES: (COLLECT_BETWEEN_STEPS,),
-    Part.IDLE_QUEUE: (MERGE_TRACES.filled(files="TRACES"),),
+    Part.IDLE_SYNCHRONIZATION: (do.KEEP_ON_DEVICE,),
+    Part.IDLE_GC_PAUSES: (do.FREEZE_OBJECTS,),
+    Part.IDLE_QUEUE: (do.MERGE_TRACES.filled(files="TRACES"),),
 }
 # The optimizer's own remedy is the last one.
-LAUNCH_NEXT: Final = (LAUNCH_LESS, LAUNCH_AT_ONCE, MORE_WORK, ALL_AT_ONCE)
+LAUNCH_NEXT: Final = (do.LAUNCH_LESS, do.MORE_WORK, do.FUSED_OPTIMIZER)
 # A call of the driver that gives the device no work.
 OTHER_CALL: Final = re.compile(r"(?:cuda|hip|cu)(?!\w*(?:Launch|Memcpy|Memset|Module|Library))\w+\Z")
 # By what has most of the idle time.
 BY_NAME: Final = (
-    (re.compile(rf"{re.escape(COMPILES)}\Z"), COMPILE_ONCE),
-    (re.compile("TorchDynamo Cache Lookup"), CHECK_FEWER_GUARDS),
-    (re.compile("Graph(?:Instantiate|ExecUpdate)"), REPLAY_GRAPHS),
-)
-# Operators that make tensors.
-MAKES: Final = re.compile(
-    r"aten::(rand|randn|randint|randperm|empty|zeros|ones|full|arange|linspace|eye|normal|tensor)(?:_like)?\Z"
+    (re.compile(rf"{re.escape(COMPILES)}\Z"), do.DYNAMIC_SHAPES),
+    (re.compile("Graph(?:Instantiate|ExecUpdate)"), do.FEW_SHAPES),
 )
 SAVES: Final = re.compile("checkpoint|state_dict", re.IGNORECASE)
 # Ranges that are the training itself.
 OF_A_STEP: Final = re.compile("forward|backward|step|optim|grad|batch|epoch", re.IGNORECASE)
-OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
 
 
-def idle_devices(facts: Facts) -> Iterator[Found]:
-    """Yield the idle time of the main cause; of a host that cannot launch fast enough, that of all launching.
+def idle_devices(trace: TraceReport, ledger: TimeLedger) -> InTrace | None:
+    """Return the idle time of the main cause; of a host that cannot launch fast enough, that of all launching.
 
     Without the waits of the host for the device, and without the recording, that much of it is not there.
     """
-    for trace, ledger in device_traces(facts):
-        main, parts = _main(trace, ledger)
-        if not (lines := ledger.of(*parts)):
-            continue
-        fact, cause = Fact(source=trace, ledger=ledger, lines=lines), _cause(trace, main)
-        is_between = main == Part.IDLE_QUEUE and cause.total_ns <= POLICY.queued_ns * cause.count
-        is_launching = is_between or parts == LAUNCHING
-        rest_ns = ledger.ns(*WAITS) - waits_ns(trace, ledger)
-        rest_ns -= 0 if trace.steady is not None else max(recording_ns(trace)) / ledger.steps
-        left, saves = max(min(fact.ns, rest_ns), 0.0) / fact.ns, UNSURE.get(main, SAVED)
-        is_bound = parts == LAUNCHING and fact.share >= POLICY.bound
-        name = _place(cause) if main in NAMED or _is_other_call(cause) else ""
-        doing = _doing(trace, cause, "{name}" if name else main.label)
-        if is_launching:
-            launches = "the optimizer's launches" if _in_optimizer(trace) else "kernel launches"
-            doing = "in the short gaps between queued kernels" if is_between else f"between {launches}"
-        yield (
-            fact,
-            Detail(
-                says=f"{'Launch-bound: the' if is_bound else 'The'} GPU is idle {{share}}{{rank}} {doing}.",
-                fields={"name": shorter_name(name)},
-                measured=_measured(trace, ledger),
-                why=_note(trace),
-                remedies=_next_steps(trace, cause, is_launching=is_launching),
-                saves=(left * saves[0], left * saves[1]),
-                numbers={
-                    "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
-                    "launch_bound": is_bound,
-                    "main_cause": main,
-                },
-                evidence=longest_in(trace, cause.longest_start_ns, cause.longest_ns),
-            ),
-        )
+    main, parts = _main(trace, ledger)
+    if not (lines := ledger.of(*parts)):
+        return None
+    cause, idle_ns = _cause(trace, main), total(lines)
+    is_between = main == Part.IDLE_QUEUE and cause.total_ns <= POLICY.queued_ns * cause.count
+    is_launching = is_between or parts == LAUNCHING
+    rest_ns = ledger.ns(*WAITS) - waits_ns(trace, ledger)
+    rest_ns -= 0 if trace.is_steady else max(recording_ns(trace)) / ledger.steps
+    left, saves = max(min(idle_ns, rest_ns), 0.0) / idle_ns, UNSURE.get(main, SAVED)
+    is_bound = parts == LAUNCHING and idle_ns >= POLICY.bound * ledger.step_ns
+    name = _place(cause) if main in NAMED or _is_other_call(cause) else ""
+    doing = _doing(trace, cause, "{name}" if name else main.label)
+    if is_launching:
+        launches = "the optimizer's launches" if _in_optimizer(trace) else "kernel launches"
+        doing = "in the short gaps between queued kernels" if is_between else f"between {launches}"
+    return lines, Detail(
+        says=f"{'Launch-bound: the' if is_bound else 'The'} GPU is idle {{share}}{{rank}} {doing}.",
+        fields={"name": shorter_name(name)},
+        measured=_measured(trace, ledger),
+        why=_note(trace),
+        remedies=_next_steps(trace, cause, is_launching=is_launching),
+        saves=(left * saves[0], left * saves[1]),
+        numbers={
+            "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
+            "launch_bound": is_bound,
+            "main_cause": main,
+        },
+        evidence=longest_in(trace, cause.longest_start_ns, cause.longest_ns),
+    )
 
 
 def _main(trace: TraceReport, ledger: TimeLedger) -> tuple[Part, tuple[Part, ...]]:
@@ -170,10 +134,6 @@ def _place(cause: IdleCause) -> str:
     return "" if name == WHOLE_BATCH else name
 
 
-def _compiles(cause: IdleCause) -> bool:
-    return cause.mostly_in.endswith(COMPILES)
-
-
 def _is_unseen(trace: TraceReport, cause: IdleCause) -> bool:
     """Return whether the host ran what was not recorded: the trace has nothing of it but calls of the runtime."""
     calls = sum(call.count for call in trace.runtime_calls)
@@ -188,7 +148,7 @@ def _doing(trace: TraceReport, cause: IdleCause, place: str) -> str:
     """Return what the host does meanwhile, as a clause."""
     if cause.cause == Part.IDLE_UNKNOWN:
         return "for unknown reasons"
-    if _compiles(cause):
+    if cause.mostly_in.endswith(COMPILES):
         return "while torch.compile compiles"
     if cause.cause == Part.IDLE_QUEUE:
         return f"while the next kernel is {cause.cause.label}"
@@ -218,8 +178,9 @@ def _mostly(trace: TraceReport, cause: IdleCause) -> str:
 
 
 def _note(trace: TraceReport) -> str:
-    if trace.steady is not None:
-        return f"Step time: outside windows. Causes: from {format_count(len(trace.steps), 'recorded step')}."
+    if trace.is_steady:
+        recorded = format_count(len(trace.steps), "recorded step")
+        return f"The step is one outside windows, its causes are those of {recorded}."
     return "Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
 
 
@@ -231,121 +192,92 @@ def _next_steps(trace: TraceReport, cause: IdleCause, *, is_launching: bool) -> 
         return named
     if cause.cause == Part.IDLE_UNKNOWN or _is_unseen(trace, cause):
         # The causes come from launch calls, which torch records with the activity of the device.
-        return (RECORD_DEVICE,)
+        return (do.RECORD_DEVICE,)
     if cause.cause == Part.IDLE_PYTHON:
-        return remedies(trace, *_elsewhere(cause), RECORD_PYTHON_STACKS)
+        return remedies(trace, *_elsewhere(cause), do.RECORD_PYTHON_STACKS)
     return remedies(trace, *NEXT.get(cause.cause, LAUNCH_NEXT))
 
 
 def _by_name(trace: TraceReport, cause: IdleCause) -> tuple[Remedy, ...]:
     """Return the next step for what the host is in for most of the idle time, if it is not launching."""
     if cause.cause == Part.IDLE_SYNCHRONIZATION:
-        return (COPY_FROM_PINNED,) if "Memcpy" in cause.mostly_in else ()
+        return (do.COPY_FROM_PINNED,) if "Memcpy" in cause.mostly_in else ()
     if (step := next((step for name, step in BY_NAME if name.search(cause.mostly_in)), None)) is not None:
         return (step,)
     is_operator = cause.cause == Part.IDLE_OPERATORS and cause.mostly_in and not cause.launches
     if is_operator and cause.long_ns >= POLICY.call_gap_ns:
-        made = MAKES.match(cause.mostly_in)
-        step, call = (MAKE_ON_GPU, f"torch.{made[1]}") if made else (RUN_ON_GPU, "")
         device = '"cuda"' if has_graphs(trace) else "device"
-        return (step.filled(call=call, operator=shorter_name(cause.mostly_in), device=device),)
-    longest = format_ns(cause.longest_ns)
-    return (CALL_ONCE.filled(call=cause.mostly_in, longest=longest),) if _is_other_call(cause) else ()
+        return (do.RUN_ON_GPU.filled(operator=shorter_name(cause.mostly_in), device=device),)
+    return (do.MOVE_OUT_OF_STEP.filled(place=cause.mostly_in),) if _is_other_call(cause) else ()
 
 
 def _elsewhere(cause: IdleCause) -> tuple[Remedy, ...]:
     """Return what to do with the place that has most of the idle time in Python: one with launches cannot move."""
     name = action_name(cause.mostly_in.removeprefix(ACTION))
     if SAVES.search(name):
-        return (SAVE_ASYNC,)
+        return (do.SAVE_ASYNC,)
     if cause.apart_ns >= POLICY.verdict * cause.total_ns:
         place = action_name(cause.apart.removeprefix(ACTION))
-        if "): " in place:
-            return (MOVE_OUT_OF_STEP.filled(place=place),)
-        return () if not place or OF_A_STEP.search(place) else (MOVE_OUT_OF_STEP.filled(place=place),)
-    return (FIND_SLOW_LINES.filled(place=name),) if "): " in name else ()
+        is_line = "): " in place
+        return (do.MOVE_OUT_OF_STEP.filled(place=place),) if is_line or (place and not OF_A_STEP.search(place)) else ()
+    return (do.WORK_LESS.filled(owner=name),) if "): " in name else ()
 
 
 def cold_starts(facts: Facts) -> Iterator[Found]:
-    """Yield the idle time in a cold start: a program pays it in the first steps only."""
+    """Yield the idle time in calls that are made once: a program pays it in the first steps only."""
     for trace in facts.steady_traces:
-        ledger = sure_ledger(trace)
-        if ledger is None or is_brief(trace) or not (lines := ledger.of(Part.COLD_START)):
-            continue
-        cause, (steps, whole) = _cause(trace, Part.COLD_START), stretch(trace, ledger)
-        yield (
-            Fact(source=trace, ledger=ledger, lines=lines),
-            Detail(
+        ledger, cause = trace.device_ledger, _cause(trace, Part.COLD_START)
+        if ledger is not None and not is_brief(trace) and (lines := ledger.of(Part.COLD_START)):
+            detail = Detail(
                 fields={"what": cold_start_of(cause)},
-                measured=f"The GPU is idle for {format_ns(steps * total(lines))} of {whole} in calls made once",
-                remedies=after_start(trace, cause),
+                remedies=remedies(trace, *LATER),
                 is_note=True,
                 evidence=longest_in(trace, cause.longest_start_ns, cause.longest_ns),
-            ),
-        )
+            )
+            yield Fact(source=trace, ledger=ledger, lines=lines), detail
 
 
-def recordings(facts: Facts) -> Iterator[Found]:
-    """Yield the idle time in which the device may wait for the profiler's own work.
+# They cost the most host time per event.
+OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
 
-    In a steady state the ledger does not contain it.
-    """
-    for trace, ledger in device_traces(facts):
-        known_ns, estimated_ns = recording_ns(trace)
-        lines = scaled(ledger.of(*LAUNCHING), max(known_ns, estimated_ns) / ledger.steps)
-        if trace.steady is not None or not lines:
-            continue
-        measured = f"{trace.host_events:,} host events, about {POLICY.event_ns / 1000:g} µs of host time each"
-        if known_ns >= estimated_ns:
-            calls = (f"{call.name} {times(call.count)}" for call in recording_calls(trace))
-            measured = f"{format_ns(known_ns)}: {', '.join(calls)}"
-        options = [name for name in OPTIONS if name in trace.recorded_with]
-        less = ", ".join(f"{name}=False" for name in options)
-        without = (RECORD_LESS.filled(profiler=profiler_of(trace), less=less),) if less else ()
-        yield (
-            Fact(source=trace, ledger=ledger, lines=lines),
-            Detail(
-                measured=f"{measured}{', recorded with ' if options else ''}{', '.join(options)}",
-                remedies=remedies(trace, *without, COMPARE_WITH_PULSE),
-                is_note=True,
-                numbers={
-                    "recorded_with": list(trace.recorded_with),
-                },
-                evidence=seen_in(trace),
-            ),
-        )
+
+def recordings(trace: TraceReport, ledger: TimeLedger) -> InTrace | None:
+    """Return the idle time in which the device may wait for the profiler; none of it is in a steady state."""
+    if trace.is_steady:
+        return None
+    less = ", ".join(f"{name}=False" for name in OPTIONS if name in trace.recorded_with)
+    choices = (do.RECORD_LESS.filled(profiler=profiler_of(trace), less=less),) if less else ()
+    return scaled(ledger.of(*LAUNCHING), max(recording_ns(trace)) / ledger.steps), Detail(
+        measured=f"{trace.host_events:,} host events, about {POLICY.event_ns / 1000:g} µs of host time each",
+        remedies=remedies(trace, *choices),
+        is_note=True,
+        evidence=seen_in(trace),
+    )
 
 
 ROWS: Final = (
     Rule(
         id="gpu_idle",
         about=(
-            "The device is idle: its queue is empty and it waits for the host, or the queued work waits for "
-            "another stream or rank. Each gap belongs to the activity of the thread that launches the next work, "
-            "up to the launch: a blocking call, garbage collection, Python, an operator, a launch. In a run, the "
-            "figure is the idle time of a step outside windows, in the recorded proportion of the causes."
+            "The device is idle: its queue is empty and it waits for the host, or the queued work waits for another "
+            "stream or rank. Each gap belongs to what the thread that launches the next work does until then. In a run "
+            "the figure is the idle time of a step outside windows, in the recorded proportion of the causes."
         ),
         when=(
-            "The time is that of the main cause. If the main cause is Python, operators or launches, and half of "
-            f"its time is in gaps shorter than {POLICY.launch_gap_ns / 1e6:g} ms ({POLICY.call_gap_ns / 1000:g} "
-            "µs if the named operator or place launches nothing), the host prepares kernels, and the time of all "
-            "three counts: launch-bound from half of the step on. In a trace alone, the recovered time excludes "
-            f"the cost of recording. Device events within less than {POLICY.brief_ns / 1e6:g} ms, or mostly in a "
-            "cold start, are too few for a finding."
+            "The time is that of the main cause; where the host prepares kernels, that of Python, operators and "
+            "launches, launch-bound from half of the step on. In a trace alone, the recovered time excludes the cost "
+            f"of recording. Device events of less than {POLICY.brief_ns / 1e6:g} ms, or mostly in a cold start, do not "
+            "count."
         ),
         trade_off="Compile time, once; for queued work the remedy recovers nothing to all of this time.",
         of=WAITS,
-        find=idle_devices,
+        in_trace=idle_devices,
         says="The GPU is idle {share}{rank}.",
         saves=SAVED,
     ),
     Rule(
         id="cold_start",
-        about=(
-            "The device is idle during calls that are made once: first launches, code loading, the first "
-            "allocations, torch.compile, or the capture of a graph of kernels, in no more than half of the "
-            "steps. A program pays this in the first steps only: record later steps, or a replay of the graph."
-        ),
+        about="The device is idle during calls that a program makes once: first launches, allocations, compilations.",
         trade_off="None.",
         of=(Part.COLD_START,),
         find=cold_starts,
@@ -354,15 +286,11 @@ ROWS: Final = (
     ),
     Rule(
         id="recording_overhead",
-        about=(
-            "The device waits for the profiler's own work: events of the category overhead (without the "
-            f"driver's), or about {POLICY.event_ns / 1000:g} µs for each host event. Outside the window it costs "
-            "nothing, but recorded idle times are too long, most of all with with_stack=True."
-        ),
+        about="The device waits for the profiler: recorded idle times are too long, most of all with Python stacks.",
         when="At most the time in which the host runs Python, operators or launches.",
         trade_off="Stacks, shapes or memory events.",
         of=LAUNCHING,
-        find=recordings,
+        in_trace=recordings,
         says="The profiler leaves the GPU idle for up to {share}{rank}.",
         saves=None,
     ),

@@ -13,22 +13,13 @@ from lightning_memprof.account.ledger.modules import OF_VALUES, READS, ROOT, VIE
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.lines import MIN_LOOKS, Spot, forward_lines, main_spot, source_of
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.fact import PASSES, Fact
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.operators import FAMILIES, spot_remedies
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    CACHE_PARAMETERS,
-    COMPILE_LOOP,
-    LOG_AT_ONCE,
-    NO_TEXT,
-    RECORD_PYTHON_STACKS,
-    VECTORIZE,
-    WAIT_OUTSIDE,
-    WHOLE_TENSORS,
-    WORK_LESS,
-    Remedy,
-)
-from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
+from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.judge.rule import Detail, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_ns, percent
 
@@ -42,8 +33,8 @@ SAVED_READS: Final = (0.8, 1.0)
 IN_BATCHES: Final = (0.2, 0.7)
 TRAINING_STEP: Final = (Part.FORWARD, Part.FORWARD_HOOK, Part.SELF_LOG)
 PARAMETRIZATIONS: Final = ".parametrizations."
-# Python collects young objects after this many new ones; a value that is read makes one or two.
-COLLECTED_AFTER: Final = 700
+# DDP marks ranges of its own work with this; the program does not call them.
+OF_STRATEGY: Final = "torch.distributed."
 # What torch calls to write a tensor as text, beside the reads of its values.
 FORMATS: Final = frozenset({"aten::masked_select", "aten::resolve_conj"})
 
@@ -91,16 +82,16 @@ def _functions(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
         sampled, asleep = (
             sum(times) for times in zip(*((row.ns or 0, row.asleep_ns or 0) for row in those), strict=True)
         )
-        waits, longest = remedy.id == WAIT_OUTSIDE.id, max(those, key=lambda row: row.ns or 0)
+        waits, longest = remedy.id == do.WAIT_OUTSIDE.id, max(those, key=lambda row: row.ns or 0)
         ns = min(scale * sampled, outside_operators) if waits else scale * sampled
-        family = _family(ledger, ns) if remedy.id == WORK_LESS.id else (remedy,)
+        family = _family(ledger, ns) if remedy.id == do.WORK_LESS.id else (remedy,)
         calls = f"; it calls {longest.called}" if longest.called else ""
         sleeps = f"; the training thread sleeps {percent(asleep / sampled)} of this time" if asleep else ""
         detail = Detail(
             says="{owner} waits {share}{rank}." if waits else "",
             measured=f"{format_ns(ns)} of {ledger.length_text}{sleeps}",
             why=f"The longest line: `{source_of(longest)}`{calls}.",
-            remedies=tuple(dict.fromkeys(each.filled(owner=function) for each in (*family, WORK_LESS))),
+            remedies=tuple(dict.fromkeys(each.filled(owner=function) for each in (*family, do.WORK_LESS))),
             saves=SAVED if family else SAVED_UNKNOWN,
             numbers={"function": function, "place": longest.place, "asleep_share": asleep / max(sampled, 1)},
         )
@@ -113,7 +104,7 @@ def _remedy(row: LineRow) -> Remedy | None:
     waits = (row.asleep_ns or 0) >= POLICY.most * (row.ns or 1)
     spot = Spot(function=function, share=1.0, depth=0, called=row.called, inside=row.inside, waits=waits)
     is_helper = len(row.functions) > 1 and MODULE_CALL not in row.functions
-    return next(iter((*spot_remedies(spot), *((WORK_LESS,) if is_helper else ()))), None)
+    return next(iter((*spot_remedies(spot), *((do.WORK_LESS,) if is_helper else ()))), None)
 
 
 def _family(ledger: TimeLedger, ns: float) -> tuple[Remedy, ...]:
@@ -146,7 +137,7 @@ def _loops(rank: Rank, ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Ho
         ledger: the time of operators.
         recorded: the ledger of the trace, which has the calls also of modules without self time.
     """
-    spot = main_spot(forward_lines(rank)) if rank.facts.is_cpu else None
+    spot, place = _around_modules(rank) if rank.facts.is_cpu else (None, "")
     for loop in (*_submodules(ledger, recorded), *_operators(ledger, recorded)):
         short, work = _in_short_calls(loop.lines, loop.least)
         ns, made = total(loop.made) + short, total(loop.made)
@@ -162,14 +153,14 @@ def _loops(rank: Rank, ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Ho
             fields={"repeated": loop.repeated, "times": f"{loop.times:,.0f}"},
             measured=(
                 f"Forward and backward of the loop take {format_ns(ns)} of {ledger.length_text}{computing}"
-                f"{line.share_text('the forward') if line else ''}"
+                f"{line.share_text(place) if line else ''}"
             ),
             why="Each small call is dispatched from Python and uses few cores.",
             remedies=(
-                *((CACHE_PARAMETERS.filled(owner=loop.repeated),) if made >= POLICY.most * ns else ()),
+                *((do.CACHE_PARAMETERS.filled(owner=loop.repeated),) if made >= POLICY.most * ns else ()),
                 *(spot_remedies(line) if line else ()),
-                VECTORIZE.filled(owner=line.function if line and is_named else f"the forward of {loop.module}"),
-                COMPILE_LOOP,
+                do.VECTORIZE.filled(owner=line.function if line and is_named else f"the forward of {loop.module}"),
+                do.COMPILE.filled(module=loop.module),
             ),
             saves=(least, 1 - (1 - of_work) * work / ns),
             numbers={"module": loop.module, "repeated": loop.repeated, "times": loop.times},
@@ -177,24 +168,35 @@ def _loops(rank: Rank, ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Ho
         yield _Hot(loop.module != ROOT, line.text if line and is_named else loop.module, ns, detail)
 
 
+def _around_modules(rank: Rank) -> tuple[Spot | None, str]:
+    """Return the function with much of the forward, or else of its code outside modules, and what its share is of."""
+    rows = forward_lines(rank)
+    if (spot := main_spot(rows)) is not None:
+        return spot, "the forward"
+    return main_spot([row for row in rows if MODULE_CALL not in row.functions]), "the forward outside modules"
+
+
 def _operators(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
     """Yield the modules whose forward calls one operator in a loop, those of the slowest operator first."""
     together = grouped(ledger.of(*PASSES))
     calls = _calls(grouped(recorded.of(Part.FORWARD)))
     for line in sorted(together, key=lambda line: -line.ns):
-        if line.part == Part.FORWARD and line.module is not None and line.operator and line.operator not in VIEWS:
-            own = [other for other in together if other.module == line.module]
-            times = line.called / max(calls[line.module], 1.0)
-            # A loop that reads a value in each turn is one over values.
-            if times >= POLICY.loop and _reads(own) < max(line.called, POLICY.reads):
-                yield _Loop(
-                    module=line.module or ROOT,
-                    repeated=line.operator,
-                    times=times,
-                    least=line.called / 2,
-                    lines=own,
-                    made=[],
-                )
+        if line.part != Part.FORWARD or line.module is None or not line.operator:
+            continue
+        if line.operator in VIEWS or line.operator.startswith(OF_STRATEGY):
+            continue
+        own = [other for other in together if other.module == line.module]
+        times = line.called / max(calls[line.module], 1.0)
+        # A loop that reads a value in each turn is one over values.
+        if times >= POLICY.loop and _reads(own) < max(line.called, POLICY.reads):
+            yield _Loop(
+                module=line.module or ROOT,
+                repeated=line.operator,
+                times=times,
+                least=line.called / 2,
+                lines=own,
+                made=[],
+            )
 
 
 def _submodules(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
@@ -264,22 +266,19 @@ def _python(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
         if called < (1 if spot is not None and spot.place is not None else POLICY.loop):
             continue
         says, does = "Python code in {owner} takes {share}{rank}.", "Python outside operators takes"
-        fit = (spot_remedies(spot) or (WORK_LESS.filled(owner=spot.function),)) if spot else ()
-        remedies = (*fit, LOG_AT_ONCE, WHOLE_TENSORS)
+        fit = (spot_remedies(spot) or (do.WORK_LESS.filled(owner=spot.function),)) if spot else ()
+        remedies = (*fit, do.SELF_LOG_LESS_OFTEN, do.WHOLE_TENSORS)
         if reads:
             says = "Scalar loop: {owner} reads {reads} values one by one: {share}{rank}."
-            does, remedies = "The reads, each an operator call and a Python object, take", (WHOLE_TENSORS,)
-        if reads and {line.operator for line in lines if line.called} >= FORMATS:
-            says = "Tensors as text: {owner} formats {reads} tensor values: {share}{rank}."
-            remedies = (NO_TEXT, WHOLE_TENSORS)
+            does, remedies = "The reads, each an operator call and a Python object, take", (do.WHOLE_TENSORS,)
+            if {line.operator for line in lines if line.called} >= FORMATS:
+                says = "Tensors as text: {owner} formats {reads} tensor values: {share}{rank}."
+        record = () if spot else (do.RECORD_PYTHON_STACKS.filled(profiler="ExtendedPyTorchProfiler"),)
         detail = Detail(
             says=says,
             fields={"reads": f"{reads:,.0f}"},
-            measured=(f"{does} {format_ns(ns)} of {ledger.length_text}{spot.share_text('this time') if spot else ''}"),
-            remedies=(
-                *remedies,
-                *((RECORD_PYTHON_STACKS.filled(profiler="ExtendedPyTorchProfiler"),) if spot is None else ()),
-            ),
+            measured=f"{does} {format_ns(ns)} of {ledger.length_text}{spot.share_text('this time') if spot else ''}",
+            remedies=(*remedies, *record),
             saves=SAVED_READS if reads else SAVED,
             numbers={"module": module or None, "reads": reads},
         )
@@ -291,7 +290,7 @@ def _read_ns(ledger: TimeLedger, lines: Iterable[TimeLine], reads: float) -> flo
     """Return the time of operators that read values, of Python around them, and of the GC pauses of their objects."""
     pauses = ledger.of(Part.GC_PAUSES)
     collections = sum(line.count for line in pauses)
-    collected = min(reads / (COLLECTED_AFTER * collections), 1.0) if collections else 0.0
+    collected = min(reads / (POLICY.collected_after * collections), 1.0) if collections else 0.0
     return total(line for line in lines if line.operator in OF_VALUES) + total(pauses) * collected
 
 
@@ -304,26 +303,15 @@ def _outside_ns(ledger: TimeLedger, module: str, lines: Iterable[TimeLine]) -> f
 ROWS: Final = (
     Rule(
         id="hot_line",
-        about=(
-            "A function, a loop or Python code of the program takes much of the step. One finding is about code "
-            "around modules, and one about code in modules: the code whose remedy saves most. The finding has "
-            "the function with its longest line and the call in this line, or else the module."
-        ),
+        about="The code around modules, and the code in modules, whose remedy saves most.",
         when=(
-            "On a CPU, lines of the training thread are sampled every millisecond in the steps of a window; 6 "
-            "samples are needed. A function counts if the thread mostly sleeps in it, if it calls code with a "
-            "known remedy (deepcopy, state_dict, an iterator of a loader, writing files), or if training_step "
-            "calls it outside modules; operators of one family may explain it (decompositions, sorting, random "
-            "numbers, running sums, copies). A loop runs an operator (views do not count) or a submodule at "
-            "least 8 times in each forward, in calls of less than 0.3 ms. Python code is the time outside "
-            "operators; if a step reads at least 256 tensor values one by one (.item(), float(x), if x:, print), "
-            "it is these reads and the GC pauses of their objects. Loops and Python code need an operator trace."
+            "On a CPU, lines are sampled in windows; 6 samples are needed. A function counts if the thread mostly "
+            "sleeps in it, if it calls code with a known remedy, or if training_step calls it outside modules. A loop "
+            "runs an operator (views do not count) or a submodule at least 8 times in each forward, in calls of less "
+            "than 0.3 ms. Python code is the time outside operators; if a step reads at least 256 tensor values one by "
+            "one (.item(), float(x), print), it is these reads. Loops and Python code need an operator trace."
         ),
-        trade_off=(
-            "None, or older results. A function without a known remedy recovers at most half of its time. A loop "
-            "recovers at least 20%, at most all of its calls shorter than 0.1 ms and 70% of the longer ones. "
-            "Values that are read one by one recover 80% or more."
-        ),
+        trade_off="None, or older results; less than half is recovered of a function without a known remedy.",
         of=(*PASSES, Part.FORWARD_HOOK, Part.SELF_LOG, Part.GC_PAUSES),
         find=hot_lines,
         says="{owner} takes {share}{rank}.",

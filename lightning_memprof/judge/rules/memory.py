@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
-from lightning_memprof.account.ledger.growth import copied_on_write, validation_growth, who_holds, worker_growth
+from lightning_memprof.account.ledger.growth import copied_on_write, validation_growth, worker_growth
+from lightning_memprof.account.ledger.holders import who_holds
 from lightning_memprof.account.memory.activations import CheckpointedGroup
-from lightning_memprof.account.memory.report import RankMemory
 from lightning_memprof.account.oom.autopsy import autopsies
 from lightning_memprof.account.oom.causes import CAUSES
-from lightning_memprof.account.steps.events import VALIDATION, action_name
+from lightning_memprof.account.steps.events import VALIDATION
 from lightning_memprof.artifacts.naming import holders_name, processes_name
-from lightning_memprof.artifacts.series import UNTRACKED, HolderRow, ProcessRow
-from lightning_memprof.judge.byte_rule import ByteDetail, ByteRule, FoundBytes, RankBytes, facts_of
+from lightning_memprof.artifacts.series import HolderRow, ProcessRow
+from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.causes import dataset_name, file_of, growth_text, holder_cause, rank_memory
+from lightning_memprof.judge.fact import ByteFact, bytes_of
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Severity, titled
 from lightning_memprof.judge.loading import sample_method
-from lightning_memprof.judge.out_of_memory import remedies_for
+from lightning_memprof.judge.out_of_memory import HALF_BATCH, remedies_for
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    AGGREGATE_VALIDATION,
-    BOUND_WORKER_CACHE,
-    CHECKPOINT_BLOCKS,
-    CHECKPOINT_WITH_FSDP,
-    HALF_PRECISION,
-    IN_PARTS,
-    LESS_STATE,
-    MAP_FILE,
-    NO_GRAD,
-    RECORD_FROM_START,
-    RECORD_STEP,
-    SAMPLES_IN_ARRAYS,
-    SAVE_LESS,
-    SHARD_STATE,
-    SHARE_CACHE,
-    SMALLER_BATCH,
-    SMALLER_DTYPE,
-    VALIDATE_IN_SMALLER_BATCHES,
-    Remedy,
-)
-from lightning_memprof.read.run.model import Rank
+from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.judge.rule import Detail, Found, Rule
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 
@@ -78,74 +60,65 @@ def out_of_memory(facts: Facts) -> Finding | None:
     )
 
 
-def growing_workers(facts: Facts) -> FoundBytes | None:
-    """Return the growth of DataLoader workers, beside the peak of their process.
+def growing_workers(facts: Facts) -> Iterator[Found]:
+    """Yield the growth of DataLoader workers, beside the peak of their process.
 
     Copies of objects of the main process end when all are copied: they matter where the memory is nearly full.
     """
     series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
     found = [(growth, rank, rows) for rank, rows in series if (growth := worker_growth(rows)) is not None]
     if not found:
-        return None
-    growth, rank, rows = max(found, key=lambda entry: entry[0].added_bytes)
-    ledger = next((fact.ledger for fact in facts_of(facts, "workers") if fact.rank is rank), None)
-    start = growth.start_bytes + (ledger.peak_bytes - ledger.bytes("workers") if ledger is not None else 0)
+        return
+    growth, rank, rows = max(found, key=lambda entry: entry[0].added)
+    ledger = next((fact.ledger for fact in bytes_of(facts, "workers") if fact.rank is rank), None)
+    start = growth.start + (ledger.peak_bytes - ledger.bytes("workers") if ledger is not None else 0)
     name, copied = dataset_name(rank), copied_on_write(rows)
     # Then the memory of a worker is a copy, not a cache.
     is_copy = copied >= POLICY.most
-    fact = RankBytes(
+    fact = ByteFact(
         owner=name or "",
-        bytes=growth.added_bytes,
-        whole=start + growth.added_bytes,
+        bytes=growth.added,
+        whole=start + growth.added,
         ledger=ledger,
-        rank=rank,
+        source=rank,
         evidence=(file_of(facts, rank, processes_name(rank.rank)),),
     )
     held = max(row.private_bytes or 0 for row in rows)
     method = sample_method(rank.training.dataloaders if rank.training else ())
-    bound = BOUND_WORKER_CACHE.filled(sample=f"{name}.{method}" if name else "the data set")
+    bound = do.BOUND_WORKER_CACHE.filled(sample=f"{name}.{method}" if name else "the data set")
     workers = max(row.workers or 0 for row in rows)
-    return fact, ByteDetail(
+    detail = Detail(
         fields={
-            "rate": format_bytes(growth.bytes_per_step),
+            "rate": format_bytes(growth.per_step),
             "copies": ": they copy objects of the main process" if is_copy else "",
         },
         measured=f"The memory of {format_count(workers, 'worker')} {growth_text(growth)}",
-        why=f"{percent(copied)} of this memory was shared before: pages are copied when a reference count changes."
-        if is_copy
-        else f"{format_bytes(held)} are private, and not part of the RSS of the main process.",
-        remedies=(SAMPLES_IN_ARRAYS,) if is_copy else (bound, SHARE_CACHE),
+        why=f"{percent(copied)} of it was shared before: a changed reference count copies a page." if is_copy else "",
+        remedies=(do.SAMPLES_IN_ARRAYS if is_copy else bound,),
         at_most=Severity.INFO if is_copy else None,
         at_least=Severity.WARNING,
         numbers={
             "workers": workers,
-            "bytes_per_step": round(growth.bytes_per_step),
+            "bytes_per_step": round(growth.per_step),
             "steps": growth.steps,
             "private_bytes": held,
         },
     )
-
-
-def beyond_steps(facts: Facts) -> FoundBytes | None:
-    """Return what the peak of the run needs beyond the training steps, or that of a device beyond the recorded ones."""
-    outside = ((fact, _outside(facts, fact)) for fact in facts_of(facts, "outside_steps"))
-    ranks = {rank.rank: rank for rank in facts.run.ranks}
-    found = (_unrecorded(facts, ranks[each.rank], each) for each in (facts.memory.ranks if facts.memory else ()))
-    return max((*outside, *filter(None, found)), key=lambda each: each[0].share, default=None)
+    yield fact, detail
 
 
 # The Trainer's own actions outside the steps, for people, and how to make them smaller.
 OWN_ACTIONS: Final = {
-    VALIDATION: ("a validation", VALIDATE_IN_SMALLER_BATCHES),
-    "save_checkpoint": ("saving a checkpoint", SAVE_LESS),
+    VALIDATION: ("a validation", do.SMALLER_INPUT),
+    "save_checkpoint": ("saving a checkpoint", do.SAVE_LESS),
 }
 
 
-def _outside(facts: Facts, fact: RankBytes) -> ByteDetail:
+def outside_detail(facts: Facts, fact: ByteFact) -> Detail:
     """Return how to make a validation or a checkpoint smaller, which need some memory by design, and the rest."""
-    owner, *remedies = OWN_ACTIONS.get(fact.owner, (fact.owner, IN_PARTS.filled(owner=fact.owner, size=fact.size)))
+    owner, *remedies = OWN_ACTIONS.get(fact.owner, (fact.owner, do.IN_PARTS.filled(owner=fact.owner, size=fact.size)))
     rest = format_bytes(fact.whole - fact.bytes)
-    return ByteDetail(
+    return Detail(
         owner=owner,
         why=f"The peak RSS rose by {fact.size} over it; the rest of the run needs {rest}.",
         remedies=tuple(remedies),
@@ -154,49 +127,14 @@ def _outside(facts: Facts, fact: RankBytes) -> ByteDetail:
     )
 
 
-def _unrecorded(facts: Facts, rank: Rank, memory: RankMemory) -> FoundBytes | None:
-    """Return the peak of a device in a step that was not recorded, and the action that was slowest in it."""
-    devices = [device for window in memory.allocations for device in window.devices if device.device != "cpu"]
-    recorded = max((device.start_bytes + device.peak_bytes for device in devices if device.start_bytes), default=0)
-    rows = [(row["step"] or 0, row["device_peak_bytes"] or 0) for row in rank.pulse]
-    most = max((peak for _, peak in rows), default=0)
-    if not recorded or most <= recorded:
-        return None
-    step = next(step for step, peak in rows if peak == most)
-    action = action_name(next((row.action for row in rank.stalls if row.step == step), None) or UNTRACKED)
-    doing = f" in {action}"
-    remedies: tuple[Remedy, ...] = (NO_GRAD.filled(name=action),)
-    if action in {UNTRACKED, VALIDATION}:
-        doing, remedies = (" in a validation", (VALIDATE_IN_SMALLER_BATCHES,)) if action == VALIDATION else ("", ())
-    fact = RankBytes(
-        bytes=most - recorded,
-        whole=most,
-        place=rank.facts.device or "device",
-        ledger=facts.byte_ledgers.get(rank.rank),
-        rank=rank,
-        evidence=(facts.pulse(rank, [step]),),
-    )
-    slow = f"{action} took longer than usual in step {step}" if doing else "A hook or a validation may need more"
-    is_first = step == rows[0][0]
-    return fact, ByteDetail(
-        says="The device peak of {peak}{rank} is in step {step}{doing}, not in the recorded steps.",
-        fields={"peak": format_bytes(most), "step": step, "doing": doing},
-        measured=f"The recorded steps need {format_bytes(recorded)}",
-        why=f"{slow}.",
-        remedies=(*(() if is_first else (*remedies, RECORD_STEP.filled(step=step))), RECORD_FROM_START),
-        at_most=Severity.INFO,
-        numbers={"recorded_bytes": recorded, "step": step},
-    )
-
-
-def activation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
+def activation_detail(facts: Facts, fact: ByteFact) -> Detail:
     """Return the largest modules, and what checkpointing the repeated blocks saves beyond the recomputation of one."""
     memory = rank_memory(facts, fact.rank)
     precision = fact.rank.training.precision if fact.rank.training is not None else None
     is_full = not fact.rank.facts.is_cpu and (precision or "32").startswith(("32", "64"))
-    halves = (HALF_PRECISION,) if is_full else ()
+    halves = (do.BFLOAT16,) if is_full else ()
     if memory is None or memory.activations is None or memory.peak is None:
-        return ByteDetail(remedies=halves)
+        return Detail(remedies=halves)
     found = memory.activations
     group = max(memory.checkpointing, key=_saved_by, default=None)
     if group is not None and _saved_by(group) < POLICY.verdict * fact.whole:
@@ -213,13 +151,12 @@ def activation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
         parts.append(
             f"checkpointing {group.name} ({len(group.blocks)} blocks) would save {format_bytes(_saved_by(group))}{cost}"
         )
-        checkpoint = (CHECKPOINT_BLOCKS.filled(blocks=group.name),)
-        checkpoint += (CHECKPOINT_WITH_FSDP.filled(),) if fact.rank.facts.strategy == "FSDPStrategy" else ()
+        checkpoint = (do.CHECKPOINTING.filled(blocks=group.name),)
     steps = (memory.peak.step,)
-    return ByteDetail(
+    return Detail(
         why=f"{'; '.join(parts)}.",
         remedies=(*checkpoint, *halves),
-        saves_bytes=(_saved_by(group),) * 2 if group is not None else None,
+        saves=(_saved_by(group) / fact.bytes,) * 2 if group is not None else None,
         numbers={
             "step": memory.peak.step,
             "checkpointed": group.name if group else None,
@@ -233,17 +170,17 @@ def _saved_by(group: CheckpointedGroup) -> int:
     return group.saved_bytes - group.recompute_peak_bytes
 
 
-def state_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
+def state_detail(facts: Facts, fact: ByteFact) -> Detail:
     """Return the optimizer and its parameters, and what other ranks would hold."""
     training, ranks = fact.rank.training, len(facts.run.ranks)
     parameters = fact.ledger.bytes("parameter") if fact.ledger is not None else 0
     name = next((each.name for each in training.optimizers if each.name), None) if training else None
     ratio = f": {fact.bytes / parameters:.1f} times the parameters ({format_bytes(parameters)})" if parameters else ""
     shards = (ranks - 1) / ranks
-    return ByteDetail(
+    return Detail(
         why=f"{name or 'The optimizer'} allocates it in the first optimizer step{ratio}.",
-        remedies=(SHARD_STATE,) if ranks > 1 else (),
-        saves_bytes=(fact.bytes * shards,) * 2 if ranks > 1 else None,
+        remedies=(do.SHARD_MODEL,) if ranks > 1 else (),
+        saves=(shards, shards) if ranks > 1 else None,
         numbers={"parameter_bytes": parameters},
     )
 
@@ -254,14 +191,14 @@ SMALLER_TYPES: Final = {
 }  # fmt: skip
 
 
-def data_detail(facts: Facts, fact: RankBytes) -> ByteDetail:  # noqa: ARG001 as other details
+def data_detail(facts: Facts, fact: ByteFact) -> Detail:  # noqa: ARG001 as other details
     """Return the largest tensor or array of the data set, and the types in which it is smaller."""
     loaders = fact.rank.training.dataloaders if fact.rank.training else ()
     loader = max(loaders, key=lambda each: each.data_bytes or 0)
     dtype, name = loader.data_dtype or "", loader.data_largest or "the data set"
     small = SMALLER_TYPES.get(dtype)
-    smaller = SMALLER_DTYPE.filled(small=small, method=sample_method([loader]), dtype=dtype, name=name)
-    return ByteDetail(
+    smaller = do.SMALLER_DTYPE.filled(small=small, method=sample_method([loader]), dtype=dtype, name=name)
+    return Detail(
         why=f"Tensors and arrays count, mapped files do not; the largest is {name}{f' ({dtype})' * bool(dtype)}.",
         owner=name,
         remedies=(smaller,) if small else (),
@@ -269,111 +206,97 @@ def data_detail(facts: Facts, fact: RankBytes) -> ByteDetail:  # noqa: ARG001 as
     )
 
 
-def validation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
+def validation_detail(facts: Facts, fact: ByteFact) -> Detail:
     """Return how much each batch of a validation keeps, and the variable that keeps it if a search found one."""
     growth = validation_growth(fact.rank.read(ProcessRow).rows)
     if growth is None:
-        return ByteDetail()
+        return Detail()
     holder = next((row for row in who_holds(fact.rank.read(HolderRow).rows) if row.place and not row.bound), None)
     cause = holder_cause(holder) if holder is not None else None
     evidence = (file_of(facts, fact.rank, processes_name(fact.rank.rank)),)
-    return ByteDetail(
+    return Detail(
         owner=cause.owner if cause else "",
         why=(
-            f"From {format_bytes(growth.start_bytes)}, RSS rises by {format_bytes(growth.bytes_per_step)} per batch "
-            f"over {growth.steps} batches.{f' {cause.why}{cause.line}.' if cause else ''}"
+            f"From {format_bytes(growth.start)}, RSS rises by {format_bytes(growth.per_step)} per batch "
+            f"over {growth.steps} batches{f'; {cause.why}{cause.line}' if cause else ''}."
         ),
         remedies=(cause.remedy,) if cause else (),
         evidence=(*evidence, file_of(facts, fact.rank, holders_name(fact.rank.rank))) if cause else evidence,
-        numbers={"bytes_per_batch": round(growth.bytes_per_step), "batches": growth.steps},
+        numbers={"bytes_per_batch": round(growth.per_step), "batches": growth.steps},
     )
 
 
 ROWS: Final = (
-    ByteRule(
+    Rule(
         id="activation_peak",
-        about=(
-            "Saved activations limit the batch size: they grow with batch size and sequence length. The finding names "
-            "the modules that save the most, and how much memory and time checkpointing of the repeated blocks saves "
-            "and costs."
-        ),
+        about="The modules with the most saved activations; checkpointing of repeated blocks computes them again.",
         trade_off="Checkpointing computes each block twice; smaller batches are less efficient.",
         of=("activation",),
         says="Saved activations are {share} of the peak{rank}: {size}.",
-        remedies=(SMALLER_BATCH,),
-        saves=(0.5, 0.5),
+        remedies=(HALF_BATCH,),
+        # Half of them; temporary tensors become fewer with them, and checkpointing keeps the inputs of its blocks.
+        saves=(0.25, 1.0),
+        # Every training saves activations.
+        note=POLICY.verdict,
+        at_most=Severity.INFO,
         detail=activation_detail,
     ),
-    ByteRule(
+    Rule(
         id="optimizer_state",
-        about=(
-            "The first optimizer step allocates the optimizer's state, which stays live: a model whose first "
-            "step fits may not fit in its second step. Adam's moments are as large as two copies of the "
-            "parameters."
-        ),
+        about="The first optimizer step allocates the state, which stays live: Adam's is twice the parameters.",
         trade_off="More communication, or slower convergence with another optimizer.",
         of=("optimizer_state",),
         says="Optimizer state is {share} of the peak{rank}: {size}.",
-        remedies=(LESS_STATE,),
+        remedies=(do.LESS_OPTIMIZER_STATE,),
         # Adafactor keeps a row and a column of a matrix; 8-bit state is a quarter.
         saves=(0.75, 0.9),
+        # Adam's is twice the parameters in every training.
+        note=POLICY.verdict,
+        at_most=Severity.INFO,
         detail=state_detail,
     ),
-    ByteRule(
+    Rule(
         id="data_memory",
-        about=(
-            "The training data set refers to tensors and arrays in memory; mapped files do not count. Each rank has "
-            "its own copy, and with spawn each worker too."
-        ),
+        about="The data set refers to tensors and arrays in memory, in each rank; mapped files do not count.",
         trade_off="Each sample is converted or read whenever it is used.",
         of=("data_set",),
         says="The data set is {share} of the peak RSS{rank}: {size}, mostly {owner}.",
-        remedies=(MAP_FILE,),
+        remedies=(do.MAP_FILE,),
         # float16 has half of float32; a mapped file needs none.
         saves=(0.5, 1.0),
+        # Every training has a data set.
+        note=POLICY.verdict,
+        at_most=Severity.INFO,
         detail=data_detail,
     ),
-    ByteRule(
+    Rule(
         id="validation_memory",
-        about=(
-            "RSS rises steadily over the batches of a validation: data of each batch stays live. The growth "
-            "depends on the size of the validation set."
-        ),
+        about="RSS rises steadily over the batches of a validation: data of each batch stays live.",
         trade_off="None.",
         of=("validation",),
         says="Validation keeps {size} live until it ends, in {owner}{rank}.",
         unnamed="Validation keeps {size} live until it ends{rank}.",
-        remedies=(AGGREGATE_VALIDATION,),
+        remedies=(do.AGGREGATE_VALIDATION,),
         saves=(0.8, 1.0),
         at_most=Severity.WARNING,
         detail=validation_detail,
     ),
-    ByteRule(
+    Rule(
         id="peak_elsewhere",
-        about=(
-            "The peak RSS is reached outside the training steps: in a hook at the end of an epoch, in a validation or "
-            "while a checkpoint is saved; or the device peak is in a step that was not recorded. The tables of memory "
-            "by module and category do not explain this peak."
-        ),
+        about="The peak is reached in a hook, a validation or a checkpoint.",
         trade_off="More time, if the work is split into parts.",
-        of=("outside_steps", "unattributed"),
-        find=beyond_steps,
+        of=("outside_steps",),
         says="The peak RSS is reached in {owner}{rank}, {size} above the training steps.",
         saves=(0.5, 1.0),
         at_most=Severity.WARNING,
+        detail=outside_detail,
     ),
-    ByteRule(
+    Rule(
         id="worker_memory",
-        about=(
-            "DataLoader workers grow with every step: each worker keeps data of the samples that it loads, and "
-            "the RSS of the main process does not contain it. The machine runs out of memory, sooner with more "
-            "workers. Where reference counts change, workers copy objects of the main process until all are "
-            "copied."
-        ),
+        about="Each worker keeps data of the samples that it loads, or copies objects of the main process.",
         when=(
-            "The memory of the workers, private and shared, rises at a steady rate until the end, over at least "
-            "three samples, by 32 MiB and 10%. Copies of objects of the main process are `info` unless the "
-            "memory is nearly full."
+            "The memory of the workers rises at a steady rate until the end, over at least three samples, by 32 MiB "
+            "and 10%. Copies of objects of the main process are `info` unless the memory is nearly full."
         ),
         trade_off="Samples that a worker does not keep are loaded again.",
         of=("workers",),
@@ -381,8 +304,5 @@ ROWS: Final = (
         says="DataLoader workers of {owner} grow by {rate} per step{rank}{copies}.",
         unnamed="DataLoader workers grow by {rate} per step{rank}{copies}.",
         saves=(1, 1),
-        # A small part will be more.
-        note=POLICY.note,
-        at_most=Severity.CRITICAL,
     ),
 )

@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
+from lightning_memprof.account.ledger.model import scaled
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.series import (
     LIGHTNING_PROFILER,
@@ -16,16 +17,11 @@ from lightning_memprof.artifacts.series import (
     TORCH_PROFILER,
     PulseRow,
 )
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.fact import PASSES, Fact
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    FEWER_WINDOWS,
-    RECORD_LESS,
-    REMOVE_PYTHON_PROFILER,
-    REMOVE_TORCH_PROFILER,
-)
-from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
-from lightning_memprof.judge.traces import scaled
+from lightning_memprof.judge.rule import Detail, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_ns
 
@@ -33,7 +29,6 @@ PROFILED: Final = (
     *PASSES, Part.OPTIMIZER, Part.CALLBACK, Part.MODULE_HOOK, Part.LOGGING, Part.GC_PAUSES, Part.UNTRACKED, Part.STALL,
 )  # fmt: skip
 OWNERS: Final = (STARTED_PROFILER, LIGHTNING_PROFILER)
-REMOVE: Final = {TORCH_PROFILER: REMOVE_TORCH_PROFILER, PYTHON_PROFILER: REMOVE_PYTHON_PROFILER}
 
 
 def other_profilers(facts: Facts) -> Iterator[Found]:
@@ -71,7 +66,6 @@ def _profiled(facts: Facts, rank: Rank) -> Found | None:
         Detail(
             fields={"profiler": PROFILERS[kind], "part": part},
             measured=why,
-            remedies=(REMOVE[kind],),
             saves=(least / most if most else 0.0, 1.0),
             numbers={"profiled_steps": len(kinds), "steps": len(steps), "beyond_others_ns": excess},
         ),
@@ -94,45 +88,34 @@ def _beyond_others(steps: Sequence[PulseRow]) -> tuple[float, int]:
 
 def dearest_collector(_: Facts, fact: Fact) -> Detail:
     """Return the collector that takes most."""
-    overhead = fact.rank.overhead
-    known = {name: ns for name, ns in overhead.collectors_ns.items() if ns} if overhead else {}
-    name = max(known, key=lambda collector: known[collector], default="")
-    took = f": {name} takes the most, {format_ns(known[name])}" if name else ""
-    return Detail(fields={"profiler": "MemProfilerCallback", "less": f"collectors=[...]{took}"})
+    taken = fact.rank.overhead.collectors_ns if fact.rank.overhead else {}
+    name = max(taken, key=lambda collector: taken[collector] or 0, default="")
+    return Detail(why=f"The collector {name} takes the most, {format_ns(taken[name])}." if name and taken[name] else "")
 
 
 ROWS: Final = (
     Rule(
         id="other_profiler",
-        about=(
-            "Another profiler records the training: one that the program starts, or one of the Trainer "
-            "(profiler='pytorch', 'advanced'). It slows down every step that it records; this package records in "
-            "its windows only."
-        ),
+        about="A profiler of the program, or of the Trainer, slows down every step that it records.",
         when=(
             "torch.profiler, or a Python profiler such as cProfile, was recording at the end of at least 3 steps "
-            "outside windows. If it records some steps only, the remedy recovers the excess of those and the "
-            "next ones, in which it writes the trace, over the median of the others. If it records all steps: "
-            "for torch.profiler 20% to 50% of forward and backward, and the GC pauses; for a Python profiler 2% "
-            "to 20% of this time."
+            "outside windows. If it records some steps only, the remedy recovers their excess over the others; else "
+            "20% to 50% of forward and backward for torch.profiler, 2% to 20% of this time for a Python profiler."
         ),
         trade_off="The other profiler's output.",
         of=PROFILED,
         find=other_profilers,
         says="Another profiler is on: {profiler} records the training{part}{rank}.",
+        remedies=(do.REMOVE_PROFILER,),
         saves=(0.0, 1.0),
     ),
     Rule(
         id="profiler_overhead",
-        about=(
-            "Recording takes a notable part of the steps that the figures come from, because too few steps are "
-            "outside windows. The ledger has a line for it, but operators are also slower while they are "
-            "recorded: shares of such steps differ from those of unrecorded steps."
-        ),
+        about="Too few steps are outside windows: the figures come from steps that were recorded.",
         trade_off="Fewer recorded steps.",
         of=(Part.PROFILER,),
         says="Profiler overhead is {share} that the figures come from{rank}.",
-        remedies=(FEWER_WINDOWS, RECORD_LESS),
+        remedies=(do.FEWER_WINDOWS,),
         saves=(0.5, 1.0),
         note=POLICY.verdict,
         detail=dearest_collector,

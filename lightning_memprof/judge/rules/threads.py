@@ -8,10 +8,11 @@ from typing import Final
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.series import ProcessRow
+from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.fact import Fact
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import THREAD_AS_PROCESS, THREAD_LESS
-from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
+from lightning_memprof.judge.rule import Detail, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_ns, percent
 
@@ -28,7 +29,7 @@ def busy_threads(facts: Facts) -> Iterator[Found]:
     yield from sorted(found, key=lambda each: -each[0].ns)[:1]
 
 
-def _busiest(facts: Facts, rank: Rank) -> Found | None:
+def _busiest(facts: Facts, rank: Rank) -> tuple[Fact, Detail] | None:
     ledger = facts.ledgers.get(rank.rank)
     rows = [row for row in rank.read(ProcessRow).rows if row.kind == "thread" and row.elapsed_ns]
     # With an accelerator the training thread sleeps for that, too.
@@ -45,8 +46,8 @@ def _busiest(facts: Facts, rank: Rank) -> Found | None:
     detail = Detail(
         fields={"thread": (row.thread or "").partition(" (")[0], "busy": percent(busy), "asleep": percent(asleep)},
         measured=f"{row.thread} ran for {format_ns(row.cpu_ns or 0)} of {format_ns(elapsed)}",
-        why="Only one Python thread runs at a time (GIL). Waits for workers and other ranks do not count as sleep.",
-        remedies=(THREAD_LESS.filled(owner=row.thread), THREAD_AS_PROCESS),
+        why="Only one Python thread runs at a time (GIL).",
+        remedies=(do.THREAD_LESS.filled(owner=row.thread),),
         numbers={"thread": row.thread, "cores": busy, "asleep_share": asleep},
     )
     line = TimeLine(part=Part.FORWARD, name=row.thread or "", ns=ns)
@@ -56,14 +57,10 @@ def _busiest(facts: Facts, rank: Rank) -> Found | None:
 ROWS: Final = (
     Rule(
         id="busy_thread",
-        about=(
-            "Another Python thread computes while the training thread sleeps. Only one Python thread runs at a time: "
-            "the training thread needs the GIL for every operator that it calls, and gets it up to 5 ms later."
-        ),
+        about="Another Python thread holds the GIL, which the training thread needs for every operator that it calls.",
         when=(
-            "The time is the thread's CPU time from the first recorded step to the end of the last window, at "
-            "most the sleep of the training thread without its waits for workers and other ranks. A library that "
-            "releases the GIL while it computes is not reported. Linux only, and only on a CPU."
+            "The time is the thread's CPU time, at most the sleep of the training thread without its waits for workers "
+            "and other ranks. Linux only, and only on a CPU."
         ),
         trade_off="The thread's results are older.",
         of=AWAKE,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from lightning_memprof.artifacts.manifest import read_manifest
-from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.run.load import Layout, artifact_file, load_run
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.locate import find_run
-from lightning_memprof.read.run.model import ArtifactFile, Rank, Run
+from lightning_memprof.read.run.model import Rank, Run
 from lightning_memprof.read.run.problems import Problem
 
 
@@ -52,25 +49,6 @@ def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> R
         artifacts=tuple(artifact for artifact in run.artifacts if artifact.file not in left_out),
         ranks=tuple(_without(rank, left_out) for rank in run.ranks),
     ).with_problems(Problem(artifact.path, f"is outside {top} and is not read", artifact.rank) for artifact in outside)
-
-
-def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[ArtifactFile]:
-    """Return the files in the manifests of these ranks that are below ``top``, each once.
-
-    Raises:
-        ArtifactError: a file of the run directory is a link to another place.
-    """
-    refuse_links(directory, top)
-    layout = Layout(directory)
-    found: dict[str, ArtifactFile] = {}
-    for rank in ranks:
-        for row in read_manifest(directory / manifest_name(rank)).artifacts:
-            path = row.path or ""
-            file = layout.resolve(path)
-            if file is None or not is_below(file, top) or not file.is_file():
-                continue
-            found[path] = artifact_file(row, path, file, rank)
-    return list(found.values())
 
 
 def _without(rank: Rank, left_out: set[Path]) -> Rank:

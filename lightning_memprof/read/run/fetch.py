@@ -11,11 +11,11 @@ from typing import Final
 
 import msgspec
 
-from lightning_memprof.artifacts.manifest import ArtifactRow, read_manifest
-from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
+from lightning_memprof.artifacts.manifest import read_manifest
+from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, parse_numbered
 from lightning_memprof.artifacts.remote import Remote, is_url, url_path
 from lightning_memprof.errors import ArtifactError, MemprofError
-from lightning_memprof.read.run.locate import MAX_DEPTH, find_run
+from lightning_memprof.read.run.locate import MAX_DEPTH, find_run, ranks_in
 
 # Each waits for the network most of the time.
 _CONNECTIONS: Final = 8
@@ -53,8 +53,9 @@ def local_run(path: str) -> Iterator[LocalRun]:
             except MemprofError:
                 raise
             except Exception as error:
-                msg = f"{path}: cannot be read ({type(error).__name__}: {error}); look at the URL and its credentials"
-                raise ArtifactError(msg) from error
+                raise ArtifactError(
+                    f"{path}: cannot be read ({type(error).__name__}: {error}); look at the URL and its credentials"
+                ) from error
             yield fetched
 
 
@@ -90,11 +91,9 @@ def _first_manifests(names: Iterable[str]) -> Iterable[str]:
 
 def _beside(directory: Path) -> Iterator[str]:
     """Yield the names of listed files in the root of a run, outside its directory."""
-    for path in directory.iterdir():
-        if parse_manifest_name(path.name) is None:
-            continue
-        for row in read_manifest(path).of(ArtifactRow):
-            name = PurePosixPath(row.path or "")
+    for rank in ranks_in(directory):
+        for path in read_manifest(directory / manifest_name(rank)).artifacts:
+            name = PurePosixPath(path)
             outside = name.is_absolute() or ".." in name.parts or not name.parts
             if not outside and parse_numbered(name.parts[0])[0] != RUN_DIRECTORY:
                 yield name.as_posix()

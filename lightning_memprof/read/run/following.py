@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,13 +16,13 @@ from lightning_memprof.artifacts.naming import (
     hangs_name,
     heartbeat_name,
     manifest_name,
-    parse_manifest_name,
     pulse_name,
 )
 from lightning_memprof.artifacts.pulse import parse_pulse_row
 from lightning_memprof.artifacts.rows import Row, decode_rows
 from lightning_memprof.artifacts.series import HangRow, PulseRow
 from lightning_memprof.read.run.load import in_full
+from lightning_memprof.read.run.locate import ranks_in
 
 T = TypeVar("T")
 
@@ -63,14 +62,6 @@ class Tail:
         return lines
 
 
-class WindowProgress(msgspec.Struct):
-    """One window so far; ``steps`` are the planned ones until it is closed."""
-
-    index: int
-    steps: tuple[int, ...]
-    closed: bool = False
-
-
 class Curve(msgspec.Struct):
     """The largest value of each stretch of a run; the stretches are equal and grow with the run."""
 
@@ -94,8 +85,8 @@ class RankProgress(msgspec.Struct):
     """One rank so far. ``facts``, ``training`` and ``end`` are rows of its manifest, None before they are written.
 
     ``recent`` are the last of its ``counted`` steps; ``durations_ns`` and ``rss_bytes`` cover the whole run, and
-    ``device_peak_bytes`` is the peak of the device's memory. ``beat`` is its place some seconds ago, ``reports`` the
-    number of its rows about steps that do not end.
+    ``device_peak_bytes`` is the peak of the device's memory. ``windows`` has the last row of each window. ``beat`` is
+    its place some seconds ago, ``reports`` the number of its rows about steps that do not end.
     """
 
     rank: int
@@ -107,7 +98,7 @@ class RankProgress(msgspec.Struct):
     durations_ns: Curve = msgspec.field(default_factory=Curve)
     rss_bytes: Curve = msgspec.field(default_factory=Curve)
     device_peak_bytes: int | None = None
-    windows: dict[int, WindowProgress] = msgspec.field(default_factory=dict)
+    windows: dict[int, WindowRow] = msgspec.field(default_factory=dict)
     errors: list[str] = msgspec.field(default_factory=list)
     beat: HangRow | None = None
     reports: int = 0
@@ -153,9 +144,7 @@ class RankProgress(msgspec.Struct):
             case ErrorRow() if len(self.errors) < SHOWN_ERRORS:
                 self.errors.append(f"{row.collector}: {row.message}")
             case WindowRow(window=int() as index):
-                closed = row.event == "close"
-                steps = row.steps if closed else row.active_steps
-                self.windows[index] = WindowProgress(index, tuple(steps), closed)
+                self.windows[index] = row
 
 
 class Follower:
@@ -213,11 +202,7 @@ class Follower:
         # A rank on another node may start late; with all ranks found, no listing is needed.
         if self.found and self.found >= self.world_size:
             return
-        try:
-            names = [entry.name for entry in os.scandir(self.directory)]
-        except OSError:
-            return
-        ranks = sorted(rank for name in names if (rank := parse_manifest_name(name)) is not None)
+        ranks = ranks_in(self.directory)
         self.found = len(ranks)
         for rank in in_full(ranks):
             if rank not in self.ranks:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Final, Literal
 
-import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from lightning_memprof.artifacts.manifest import (
     ArtifactRow,
@@ -30,7 +28,6 @@ from lightning_memprof.artifacts.naming import (
     TraceName,
     manifest_name,
     numbered,
-    parse_manifest_name,
     parse_numbered,
     parse_pulse_name,
     parse_series_path,
@@ -40,9 +37,9 @@ from lightning_memprof.artifacts.naming import (
 )
 from lightning_memprof.artifacts.pulse import decode_pulse
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.run.locate import Place, find_run
+from lightning_memprof.read.run.locate import find_run, names_in, ranks_in
 from lightning_memprof.read.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status, read_lines
-from lightning_memprof.read.run.ooms import OomEvent, oom_events
+from lightning_memprof.read.run.ooms import oom_events
 from lightning_memprof.read.run.problems import CUT, CollectorError, Note, Problem, Unavailable
 
 UNCHECKED_TYPES: Final = frozenset({"pulse"})
@@ -56,34 +53,30 @@ _LAST_WINDOWS: Final = 4
 _SUFFIX: Final = temporary_name("")
 # Kineto writes a trace under another temporary name first.
 _SUFFIXES: Final = (_SUFFIX, f"{_SUFFIX}.tmp")
+_RAW_SUFFIX: Final = f".operator_trace.jsonl{_SUFFIX}"
 _PARTIAL: Final = "is partial: its process is still writing it, could not, or died before it was complete"
 _RAW: Final = "is torch's uncompressed trace: its process is still compressing it, could not, or died meanwhile"
 _LESS: Final = MappingProxyType({"no_stack": "no Python stacks", "no_shapes": "no input shapes"})
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """Where the files of a run are now, wherever they were written; ``directory`` is the run directory."""
+def _resolved(directory: Path, path: str) -> Path | None:
+    """Return where a file of a manifest is now; None if it is outside the run's root or not accessible.
 
-    directory: Path
-
-    @property
-    def root(self) -> Path:
-        """The log directory that the manifest's paths start from."""
-        return self.directory.parent
-
-    def resolve(self, path: str) -> Path | None:
-        """Return the file of a manifest's path; None where it is outside the run's root or cannot be looked at."""
-        pure = PurePosixPath(path)
-        if not pure.parts or (".." in pure.parts and not pure.is_absolute()):
-            return None
-        in_root = self.root.joinpath(*pure.parts)
-        try:
-            is_there = in_root.exists()
-        except OSError:  # a name is too long for any file, or a directory may not be read
-            return None
-        if not is_there and parse_numbered(pure.parts[0])[0] == RUN_DIRECTORY:
-            return self.directory.joinpath(*pure.parts[1:])
-        return in_root
+    Args:
+        directory: the run directory, wherever the run was written. The paths start from the directory above it.
+        path: as in the manifest.
+    """
+    pure = PurePosixPath(path)
+    if not pure.parts or (".." in pure.parts and not pure.is_absolute()):
+        return None
+    in_root = directory.parent.joinpath(*pure.parts)
+    try:
+        is_there = in_root.exists()
+    except OSError:  # a name is too long for any file, or a directory may not be read
+        return None
+    if not is_there and parse_numbered(pure.parts[0])[0] == RUN_DIRECTORY:
+        return directory.joinpath(*pure.parts[1:])
+    return in_root
 
 
 def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int | None = None) -> Run:
@@ -99,20 +92,18 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
         ArtifactError: there is no run, or none of its manifests can be read.
     """
     place = find_run(Path(path))
-    layout = Layout(place.directory)
-    names = sorted(entry.name for entry in os.scandir(place.directory))
-    found = [number for name in names if (number := parse_manifest_name(name)) is not None]
-    chosen = _within(layout.directory, found, max_pulse_bytes)
+    found = ranks_in(place.directory)
+    chosen = _within(place.directory, found, max_pulse_bytes)
     whole_ranks = in_full(chosen) | {rank}
-    reports = [_read_rank(layout, number, in_full=number in whole_ranks) for number in chosen]
+    run = _joined([_read_rank(place.directory, number, in_full=number in whole_ranks) for number in chosen])
     orphans = [
         Problem(name, "its rank has no manifest", owner)
-        for name in names
+        for name in names_in(place.directory)
         if (owner := parse_pulse_name(name)) is not None and owner not in found
     ]
-    run = _of_ranks(place, layout, reports)
     return replace(
         run,
+        others=place.others,
         notes=(*run.notes, *_rank_notes(run.ranks, left_out=len(found) - len(chosen))),
         problems=(*run.problems, *orphans),
     )
@@ -126,29 +117,20 @@ def load_rank(directory: Path, number: int) -> Run:
     Raises:
         ArtifactError: its manifest cannot be read.
     """
-    layout = Layout(directory)
-    return _of_ranks(find_run(directory), layout, [_read_rank(layout, number, in_full=True, with_pulse=False)])
+    return _joined([_read_rank(directory, number, in_full=True, with_pulse=False)])
 
 
-def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> Run:
-    ranks = tuple(sorted((report.rank for report in reports if report.rank), key=lambda rank: rank.rank))
-    if not ranks:
-        raise ArtifactError(reports[0].problems[0].message)
+def _joined(parts: Sequence[Run]) -> Run:
+    """Return a run of all ranks from runs of one rank each, or of none where its manifest cannot be read."""
+    if not any(part.ranks for part in parts):
+        raise ArtifactError(parts[0].problems[0].message)
+    names = ("ranks", "artifacts", "errors", "unavailable", "notes", "problems", "ooms")
+    joined = {name: tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in names}
+    ranks: Sequence[Rank] = joined.pop("ranks")
     # A rank's own are not in its steps.
     pauses = tuple(pause for rank in ranks for pause in rank.profiler_pauses) if len(ranks) > 1 else ()
-    ranks = tuple(replace(rank, profiler_pauses=pauses) for rank in ranks)
-    return Run(
-        directory=place.directory,
-        root=layout.root,
-        ranks=ranks,
-        artifacts=tuple(artifact for report in reports for artifact in report.artifacts),
-        errors=tuple(error for report in reports for error in report.errors),
-        unavailable=tuple(row for report in reports for row in report.unavailable),
-        notes=tuple(note for report in reports for note in report.notes),
-        problems=tuple(problem for report in reports for problem in report.problems),
-        others=place.others,
-        ooms=tuple(oom for report in reports for oom in report.ooms),
-    )
+    ordered = sorted(ranks, key=lambda rank: rank.rank)
+    return replace(parts[0], ranks=tuple(replace(rank, profiler_pauses=pauses) for rank in ordered), **joined)
 
 
 def in_full(ranks: Sequence[int]) -> frozenset[int]:
@@ -169,29 +151,19 @@ def _within(directory: Path, ranks: list[int], max_pulse_bytes: int | None) -> l
     return ranks
 
 
-class _RankReport(msgspec.Struct, frozen=True):
-    rank: Rank | None
-    problems: list[Problem]
-    artifacts: list[ArtifactFile] = msgspec.field(default_factory=list)
-    errors: list[CollectorError] = msgspec.field(default_factory=list)
-    unavailable: list[Unavailable] = msgspec.field(default_factory=list)
-    notes: list[Note] = msgspec.field(default_factory=list)
-    ooms: tuple[OomEvent, ...] = ()
-
-
-def _read_rank(layout: Layout, number: int, *, in_full: bool, with_pulse: bool = True) -> _RankReport:
-    manifest = read_manifest(layout.directory / manifest_name(number), with_artifacts=in_full)
+def _read_rank(directory: Path, number: int, *, in_full: bool, with_pulse: bool = True) -> Run:
+    manifest = read_manifest(directory / manifest_name(number), with_artifacts=in_full)
     problems = [Problem(manifest.path.name, manifest.damage, number)] if manifest.damage else []
     if manifest.run is None:
-        return _RankReport(None, problems)
-    path = layout.directory / pulse_name(number)
+        return Run(directory, problems=tuple(problems))
+    path = directory / pulse_name(number)
     has_pulse = in_full and with_pulse and path.exists()
     pulse, pulse_problems = read_lines(path, number, "step", decode_pulse) if has_pulse else ([], ())
-    artifacts, artifact_problems = _artifacts(layout, manifest, number)
+    artifacts, artifact_problems = listed_files(directory, manifest, number)
     end = manifest.end
     rank = Rank(
         rank=number,
-        directory=layout.directory,
+        directory=directory,
         facts=manifest.run,
         training=manifest.training,
         pulse=tuple(pulse),
@@ -204,51 +176,38 @@ def _read_rank(layout: Layout, number: int, *, in_full: bool, with_pulse: bool =
         in_full=in_full,
         profiler_pauses=tuple((row.time_ns - row.ns, row.time_ns) for row in manifest.of(PauseRow)),
     )
-    return _RankReport(
-        rank=rank,
-        problems=[
+    return Run(
+        directory,
+        ranks=(rank,),
+        problems=(
             *problems,
             *(problem for problem in pulse_problems if problem.message != CUT),
             *artifact_problems,
             *(problem for problem in pulse_problems if problem.message == CUT),
-            *(_partial_files(layout, rank, manifest) if in_full else ()),
-        ],
-        artifacts=artifacts,
-        errors=[
-            CollectorError(
-                rank=number,
-                collector=row.collector,
-                where=row.where,
-                window=row.window,
-                message=row.message,
-                traceback=row.traceback,
-            )
-            for row in manifest.of(ErrorRow)
-        ],
-        unavailable=[Unavailable(number, row.collector, row.reason) for row in manifest.of(UnavailableRow)],
-        notes=[Note(number, collector, message) for collector, message in _notes(manifest)],
-        ooms=oom_events(layout.directory, number, manifest),
+            *(_partial_files(directory, rank, manifest) if in_full else ()),
+        ),
+        artifacts=tuple(artifacts),
+        errors=tuple(CollectorError(rank=number, **asdict(row)) for row in manifest.of(ErrorRow)),
+        unavailable=tuple(Unavailable(number, row.collector, row.reason) for row in manifest.of(UnavailableRow)),
+        notes=tuple(Note(number, collector, message) for collector, message in _notes(manifest)),
+        ooms=oom_events(directory, number, manifest),
     )
 
 
-def _artifacts(layout: Layout, manifest: Manifest, rank: int) -> tuple[list[ArtifactFile], list[Problem]]:
+def listed_files(directory: Path, manifest: Manifest, rank: int) -> tuple[list[ArtifactFile], list[Problem]]:
     """Return every listed file once, checked against the disk.
 
     A file that was written again is listed before the new version replaces it: it matches its last row, or the one
     before.
     """
-    listed: dict[str, list[ArtifactRow]] = {}
-    for row in manifest.artifacts:
-        if row.path:
-            listed.setdefault(row.path, []).append(row)
     artifacts: list[ArtifactFile] = []
     problems: list[Problem] = []
-    for path, versions in listed.items():
-        file = layout.resolve(path)
+    for path, versions in manifest.artifacts.items():
+        file = _resolved(directory, path)
         if file is None:
             problems.append(Problem(path, "is outside the run's directory or not accessible, and is not read", rank))
             continue
-        checked = [artifact_file(row, path, file, rank) for row in reversed(versions[-2:])]
+        checked = [_on_disk(row, path, file, rank) for row in reversed(versions[-2:])]
         artifact = next((artifact for artifact in checked if artifact.state == "present"), checked[0])
         artifacts.append(artifact)
         if artifact.state == "missing":
@@ -259,7 +218,7 @@ def _artifacts(layout: Layout, manifest: Manifest, rank: int) -> tuple[list[Arti
     return artifacts, problems
 
 
-def artifact_file(row: ArtifactRow, path: str, file: Path, rank: int) -> ArtifactFile:
+def _on_disk(row: ArtifactRow, path: str, file: Path, rank: int) -> ArtifactFile:
     """Return a listed file as it is on disk."""
     try:
         size: int | None = file.stat().st_size
@@ -280,18 +239,23 @@ def artifact_file(row: ArtifactRow, path: str, file: Path, rank: int) -> Artifac
     )
 
 
+def window_rows(manifest: Manifest) -> Iterator[tuple[int, WindowRow, WindowRow | None]]:
+    """Yield the index of each window, its plan, and its end; no end where the rank died in it."""
+    rows = [(row.window, row) for row in manifest.of(WindowRow) if row.window is not None]
+    opened = {index: row for index, row in rows if row.event == "open"}
+    closed = {index: row for index, row in rows if row.is_closed}
+    for index in sorted(opened.keys() | closed.keys()):
+        yield index, opened.get(index, WindowRow()), closed.get(index)
+
+
 def _windows(manifest: Manifest, artifacts: list[ArtifactFile], rank: int) -> tuple[RecordedWindow, ...]:
-    rows = [row for row in manifest.of(WindowRow) if row.window is not None]
-    opened = {row.window: row for row in rows if row.event == "open"}
-    closed = {row.window: row for row in rows if row.event == "close"}
     series: dict[int | None, dict[str, Path]] = {}
     for artifact in artifacts:
         name = "/".join(PurePosixPath(artifact.path).parts[-2:])
         if artifact.type == "series" and artifact.state != "missing" and parse_series_path(name) is not None:
             series.setdefault(artifact.window, {})[artifact.collector] = artifact.file
     windows = []
-    for index in sorted(index for index in opened.keys() | closed.keys() if index is not None):
-        plan, end = opened.get(index, WindowRow()), closed.get(index)
+    for index, plan, end in window_rows(manifest):
         windows.append(
             RecordedWindow(
                 rank=rank,
@@ -340,35 +304,28 @@ def _status(end: EndRow | None) -> Status:
     return "exception" if end.status == "exception" else "finished"
 
 
-def _partial_files(layout: Layout, rank: Rank, manifest: Manifest) -> list[Problem]:
-    """Return the files that a rank has not finished, with their paths from the root.
+def _partial_files(directory: Path, rank: Rank, manifest: Manifest) -> Iterator[Problem]:
+    """Yield the files that a rank has not finished, with their paths from the root.
 
     Only its last windows, and those in which a collector failed and could not remove its file, can have such files.
     """
+    number, run = rank.rank, parse_numbered(directory.name)[1]
     failed = {row.window for row in manifest.of(ErrorRow) if row.window is not None}
-    last = [window.index for window in rank.windows[-_LAST_WINDOWS:]]
-    files = _partial(layout, rank.rank, {*last, *failed})
-    return [Problem(file.relative_to(layout.root).as_posix(), message, rank.rank) for file, message in files]
-
-
-def _partial(layout: Layout, rank: int, windows: Collection[int]) -> Iterator[tuple[Path, str]]:
-    raw = f".operator_trace.jsonl{_SUFFIX}"
-    for window in sorted(windows):
-        series = layout.directory / series_path(window, rank, "")
-        for file in _temporary(series.parent):
-            if file.name.startswith(f"rank{rank:05d}."):
-                yield file, _RAW if file.name.endswith(raw) else _PARTIAL
-    for file in _temporary(layout.directory):
-        if f"rank{rank:05d}." in file.name or f"rank_{rank}_" in file.name or f"rank_{rank}." in file.name:
-            yield file, _PARTIAL
-    run = parse_numbered(layout.directory.name)[1]
-    for file in _temporary(layout.root):
+    windows = {window.index for window in rank.windows[-_LAST_WINDOWS:]} | failed
+    for place in (*((directory / series_path(window, number, "")).parent for window in sorted(windows)), directory):
+        for file in _temporary(place):
+            if any(own in file.name for own in (f"rank{number:05d}.", f"rank_{number}_", f"rank_{number}.")):
+                message = _RAW if file.name.endswith(_RAW_SUFFIX) else _PARTIAL
+                yield Problem(file.relative_to(directory.parent).as_posix(), message, number)
+    for file in _temporary(directory.parent):
         name = TraceName.parse(file.name.partition(_SUFFIX)[0])
-        if name is not None and name.rank == rank and name.filename == numbered(parse_numbered(name.filename)[0], run):
-            yield file, _PARTIAL
+        if (
+            name is not None
+            and name.rank == number
+            and name.filename == numbered(parse_numbered(name.filename)[0], run)
+        ):
+            yield Problem(file.name, _PARTIAL, number)
 
 
 def _temporary(directory: Path) -> list[Path]:
-    with suppress(OSError), os.scandir(directory) as entries:
-        return sorted(directory / entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
-    return []
+    return [directory / name for name in names_in(directory) if name.endswith(_SUFFIXES)]

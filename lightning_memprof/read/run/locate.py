@@ -12,7 +12,7 @@ import msgspec
 
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import decode_fact
-from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
+from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, parse_numbered
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -36,26 +36,29 @@ class Walk:
     """A directory and those below it, the nearest first, as ``os.walk`` gives them: as deep and as many as is quick.
 
     Links to directories are named, and not followed.
+
+    Attributes:
+        is_cut: whether the walk has left directories out; known at its end.
     """
 
     def __init__(self, start: Path) -> None:
         self._start = start
         self._looked_at = 0
-        self._is_cut = False
+        self.is_cut = False
 
     def __iter__(self) -> Iterator[tuple[Path, list[str], list[str]]]:
         """Yield a directory, the names of the directories in it (what is taken out is not walked) and of the files."""
         ahead = deque([(self._start, 0)])
         while ahead:
             if self._looked_at == MAX_DIRECTORIES:
-                self._is_cut = True
+                self.is_cut = True
                 return
             here, depth = ahead.popleft()
             self._looked_at += 1
-            directories, files, links = _entries(here)
+            directories, files = _entries(here)
             yield here, directories, files
             if depth < MAX_DEPTH:
-                ahead += [(here / name, depth + 1) for name in directories if name not in links]
+                ahead += [(below, depth + 1) for name in directories if not (below := here / name).is_symlink()]
 
     def check_whole(self, path: Path) -> None:
         """Refuse to say what is not there of a directory that is too large to look through.
@@ -63,12 +66,11 @@ class Walk:
         Raises:
             ArtifactError: the walk, which has come to its end, has left directories out.
         """
-        if self._is_cut:
-            msg = (
+        if self.is_cut:
+            raise ArtifactError(
                 f"{path}: {self._looked_at:,} directories were looked at, no run, trace or snapshot is in them, and "
                 "there are more; name a run's log directory or a file itself"
             )
-            raise ArtifactError(msg)
 
 
 def find_run(path: Path) -> Place:
@@ -82,8 +84,9 @@ def find_run(path: Path) -> Place:
         ArtifactError: the path does not exist, or there is no run in it.
     """
     if not path.exists():
-        msg = f"{path}: there is no such directory; give a log directory, its {RUN_DIRECTORY} directory, or a parent"
-        raise ArtifactError(msg)
+        raise ArtifactError(
+            f"{path}: there is no such directory; give a log directory, its {RUN_DIRECTORY} directory, or a parent"
+        )
     start = (path if path.is_dir() else path.parent).absolute()
     if is_run_directory(start):
         return Place(start)
@@ -93,11 +96,10 @@ def find_run(path: Path) -> Place:
     found = _newest(_homes(walk))
     if found is None:
         walk.check_whole(path)
-        msg = (
+        raise ArtifactError(
             f"{path}: no run is in it (a run has {RUN_DIRECTORY}/manifest.rank00000.jsonl); "
             "train with MemProfilerCallback, or give the log directory of a run"
         )
-        raise ArtifactError(msg)
     return found
 
 
@@ -117,19 +119,14 @@ def has_run(path: Path) -> bool:
     return is_run_directory(start) or bool(_runs_in(start) or _homes(Walk(start)))
 
 
-def has_several_runs(path: Path) -> bool:
-    """Say whether a directory has several log directories with runs somewhere in it, and so means none of them."""
-    start = path.absolute()
-    return not is_run_directory(start) and not _runs_in(start) and len(_homes(Walk(start))) > 1
-
-
 def is_run_directory(path: Path) -> bool:
     """Say whether a rank's manifest lies directly in ``path``."""
-    try:
-        with os.scandir(path) as entries:
-            return any(parse_manifest_name(entry.name) is not None for entry in entries)
-    except OSError:
-        return False
+    return bool(ranks_in(path))
+
+
+def ranks_in(directory: Path) -> list[int]:
+    """Return the ranks that have a manifest in a directory, the lowest first."""
+    return sorted(rank for name in names_in(directory) if (rank := parse_manifest_name(name)) is not None)
 
 
 def names_in(directory: Path) -> list[str]:
@@ -175,38 +172,15 @@ def trace_directory(run: Run, trace: Path) -> Path:
     return home if trace.is_relative_to(home) else trace.parent
 
 
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        # A link to itself is nothing, and hides nothing beside it.
-        return False
-
-
-def _entries(directory: Path) -> tuple[list[str], list[str], set[str]]:
-    """Return the names of the directories in one, of its files, and which of the directories are links."""
-    directories, files, links = [], [], set()
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if not _is_directory(entry):
-                    files.append(entry.name)
-                    continue
-                directories.append(entry.name)
-                if entry.is_symlink():
-                    links.add(entry.name)
-    except OSError:
-        # What may not be looked at has nothing for us.
-        pass
-    return sorted(directories), sorted(files), links
+def _entries(directory: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the directories in one, and of its files; none where it may not be looked at."""
+    _, directories, files = next(os.walk(directory), ("", [], []))
+    return sorted(directories), sorted(files)
 
 
 def _runs_in(home: Path) -> list[Path]:
     """Return the runs of one log directory, oldest first."""
-    try:
-        names = [(parse_numbered(entry.name), entry.name) for entry in os.scandir(home) if _is_directory(entry)]
-    except OSError:
-        return []
+    names = [(parse_numbered(name), name) for name in _entries(home)[0]]
     runs = sorted((number, name) for (base, number), name in names if base == RUN_DIRECTORY)
     return [home / name for _, name in runs if is_run_directory(home / name)]
 
@@ -217,9 +191,8 @@ def _started_ns(home: Path) -> int:
     File times are not used: other processes change them, for example by writing a report into an older run.
     """
     directory = _runs_in(home)[-1]
-    first = min((rank, name) for name in names_in(directory) if (rank := parse_manifest_name(name)) is not None)[1]
     try:
-        with open_plain(directory / first) as stream:
+        with open_plain(directory / manifest_name(ranks_in(directory)[0])) as stream:
             row = decode_fact(stream.readline(_MAX_LINE_BYTES))
     except (OSError, ValueError):
         return 0

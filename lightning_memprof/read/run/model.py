@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -157,15 +157,9 @@ class Rank(_Reader, frozen=True, dict=True):
     profiler_pauses: tuple[tuple[int, int], ...] = ()
 
     @cached_property
-    def _computed(self) -> dict[Callable[[Rank], Any], Any]:
+    def computed(self) -> dict[Callable[[Rank], Any], Any]:
+        """The values of functions that are :func:`once_for_a_rank`."""
         return {}
-
-    def computed(self, function: Callable[[Rank], T]) -> T:
-        """Return a function's value for this rank, computed once: a pulse may have a million rows."""
-        if function not in self._computed:
-            self._computed[function] = function(self)
-        found: T = self._computed[function]
-        return found
 
     @cached_property
     def system(self) -> SystemSamples:
@@ -194,25 +188,46 @@ class Rank(_Reader, frozen=True, dict=True):
         rows = self._read(HangRow, path if path.exists() else None, self.rank).rows
         return rows[0] if rows else None
 
+    def in_windows(self, kind: type[R]) -> list[R]:
+        """Return the rows of all windows, those of warmup included."""
+        return [row for window in self.windows for row in window.read(kind).rows]
+
     def recorded(self, kind: type[R]) -> list[R]:
         """Return the rows of recorded steps of all windows."""
         return [row for window in self.windows for row in window.read(kind).recorded]
+
+
+def once_for_a_rank(function: Callable[[Rank], T]) -> Callable[[Rank], T]:
+    """Return a function of a rank that computes its value once: a pulse may have a million rows."""
+
+    @wraps(function)
+    def computed(rank: Rank) -> T:
+        if function not in rank.computed:
+            rank.computed[function] = function(rank)
+        found: T = rank.computed[function]
+        return found
+
+    return computed
 
 
 class Run(msgspec.Struct, frozen=True):
     """Everything in a run directory. Damaged pieces are ``problems``; they hide nothing else."""
 
     directory: Path
-    root: Path
-    ranks: tuple[Rank, ...]
-    artifacts: tuple[ArtifactFile, ...]
-    errors: tuple[CollectorError, ...]
-    unavailable: tuple[Unavailable, ...]
-    notes: tuple[Note, ...]
-    problems: tuple[Problem, ...]
+    ranks: tuple[Rank, ...] = ()
+    artifacts: tuple[ArtifactFile, ...] = ()
+    errors: tuple[CollectorError, ...] = ()
+    unavailable: tuple[Unavailable, ...] = ()
+    notes: tuple[Note, ...] = ()
+    problems: tuple[Problem, ...] = ()
     others: tuple[Path, ...] = ()
     ooms: tuple[OomEvent, ...] = ()
     url: str | None = None
+
+    @property
+    def root(self) -> Path:
+        """The directory that the manifest's paths start from."""
+        return self.directory.parent
 
     @property
     def lead(self) -> Rank:

@@ -9,8 +9,9 @@ import codecs
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 import msgspec
@@ -29,7 +30,8 @@ _GZIP: Final = b"\x1f\x8b"
 _GZIP_WINDOW: Final = 31  # zlib's number for gzip data with the largest window
 _PICKLE: Final = b"\x80"
 _TRACE_NAMES: Final = (".trace.json", ".trace.json.gz")
-_TRACE_WORDS: Final = (b'"traceEvents"', b'"ph"')
+# A trace is an object, or a bare list of events.
+_TRACE_WORDS: Final = MappingProxyType({b"{": b'"traceEvents"', b"[": b'"ph"'})
 # The first keys of a snapshot, and of a segment where the file is a bare list of them.
 _SNAPSHOT_WORDS: Final = (b"segments", b"device_traces", b"total_size")
 _SUFFIXES: Final = frozenset({".json", ".gz", ".pickle", ".pkl", ".snapshot", ".trace"})
@@ -67,8 +69,9 @@ def find_targets(paths: Sequence[Path]) -> Targets:
         is_directory = os.path.isdir(path)  # noqa: PTH112
         if is_directory and has_run(path):
             if run is not None:
-                msg = f"{run} and {path}: two runs; name one, or put them side by side: lightning-memprof compare"
-                raise ArtifactError(msg)
+                raise ArtifactError(
+                    f"{run} and {path}: two runs; name one, or put them side by side: lightning-memprof compare"
+                )
             run = path
         elif is_directory:
             inside, more = _files_in(path)
@@ -77,8 +80,9 @@ def find_targets(paths: Sequence[Path]) -> Targets:
         else:
             found[path] = _named(path)
     if run is not None and found:
-        msg = f"{run} and {next(iter(found))}: a run and a file; name the run alone, which has its files, or files"
-        raise ArtifactError(msg)
+        raise ArtifactError(
+            f"{run} and {next(iter(found))}: a run and a file; name the run alone, which has its files, or files"
+        )
     return Targets(
         named=tuple(paths),
         run=run,
@@ -105,21 +109,33 @@ def file_kind(path: Path) -> FileKind | None:
     head = head.removeprefix(codecs.BOM_UTF8)
     if head.startswith(_PICKLE):
         return "snapshot" if any(word in head for word in _SNAPSHOT_WORDS) else None
-    if head.lstrip()[:1] in {b"{", b"["} and (path.name.endswith(_TRACE_NAMES) or _has_trace_words(head)):
+    begin = head.lstrip()[:1]
+    if begin in _TRACE_WORDS and (path.name.endswith(_TRACE_NAMES) or _TRACE_WORDS[begin] in head):
         return "trace"
     # The oldest protocols of pickle are text: a dictionary or a list, and the keys as they are.
     return "snapshot" if head[:2] in {b"(d", b"(l", b"}q", b"]q"} and b"segments" in head else None
 
 
-def _has_trace_words(head: bytes) -> bool:
-    if head.lstrip().startswith(b"["):
-        return _TRACE_WORDS[1] in head
-    return _TRACE_WORDS[0] in head
-
-
 def _named(path: Path) -> FileKind:
-    """Return the kind of a single named file."""
-    _check_readable(path)
+    """Return the kind of a single named file.
+
+    Raises:
+        ArtifactError: it is missing, may not be read, can be read only once, or is neither a trace nor a snapshot.
+    """
+    try:
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+        if is_regular:
+            path.open("rb").close()
+    except PermissionError as error:
+        raise ArtifactError(f"{path}: may not be read by you; ask its owner, or copy it") from error
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path}: there is no such file or directory; give a run's log directory, a trace or a snapshot"
+        ) from error
+    if not is_regular:
+        raise ArtifactError(
+            f"{path}: is a pipe or a device, and a file is read several times; write it into a file first"
+        )
     kind = file_kind(path)
     # What a broken file of that name should have been is known: its reader says what is wrong with it.
     if kind is None and path.name.endswith(_TRACE_NAMES):
@@ -127,33 +143,11 @@ def _named(path: Path) -> FileKind:
     if kind is None and path.name.endswith((".pickle", ".pickle.gz")):
         return "snapshot"
     if kind is None:
-        msg = (
+        raise ArtifactError(
             f"{path}: is neither a trace (JSON with traceEvents) nor a snapshot of the CUDA allocator (a pickle), "
             "plain or gzip; of a run name its log directory"
         )
-        raise ArtifactError(msg)
     return kind
-
-
-def _check_readable(path: Path) -> None:
-    """Refuse files that cannot be opened or can be read only once.
-
-    Raises:
-        ArtifactError: it is missing, may not be read, or is not a regular file.
-    """
-    try:
-        is_regular = stat.S_ISREG(path.stat().st_mode)
-        if is_regular:
-            path.open("rb").close()
-    except (OSError, ValueError) as error:
-        if isinstance(error, PermissionError):
-            msg = f"{path}: may not be read by you; ask its owner, or copy it"
-        else:
-            msg = f"{path}: there is no such file or directory; give a run's log directory, a trace or a snapshot"
-        raise ArtifactError(msg) from error
-    if not is_regular:
-        msg = f"{path}: is a pipe or a device, and a file is read several times; write it into a file first"
-        raise ArtifactError(msg)
 
 
 def _files_in(directory: Path) -> tuple[dict[Path, FileKind], int]:
@@ -161,21 +155,16 @@ def _files_in(directory: Path) -> tuple[dict[Path, FileKind], int]:
     found: dict[Path, FileKind] = {}
     left_out = 0
     walk = Walk(directory)
-    for seen, path in enumerate(_candidates(walk)):
+    paths = (here / name for here, _, files in walk for name in files if os.path.splitext(name)[1] in _SUFFIXES)  # noqa: PTH122 of thousands
+    for seen, path in enumerate(paths):
         if seen >= _MAX_FILES:
             left_out += 1
         elif (kind := file_kind(path)) is not None:
             found[path] = kind
     if not found:
         walk.check_whole(directory)
-        msg = (
+        raise ArtifactError(
             f"{directory}: no run is in it (a run has memprofiler/manifest.rank00000.jsonl), no trace and no snapshot; "
             "train with MemProfilerCallback, or give the log directory of a run"
         )
-        raise ArtifactError(msg)
     return dict(sorted(found.items())), left_out
-
-
-def _candidates(walk: Walk) -> Iterator[Path]:
-    for here, _, files in walk:
-        yield from (here / name for name in files if os.path.splitext(name)[1] in _SUFFIXES)  # noqa: PTH122 of thousands

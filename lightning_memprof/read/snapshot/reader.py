@@ -11,60 +11,75 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Final, Literal, NamedTuple
+from typing import IO, Annotated, Any, Final, Literal
 
 import msgspec
-from isal import igzip, isal_zlib
+from isal import igzip
 
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.snapshot.restricted_pickle import Limits, read_pickle
+from lightning_memprof.read.snapshot.restricted_pickle import MAX_BYTES, read_pickle
 from lightning_memprof.read.stacks import Frame
+from lightning_memprof.read.trace.text import UNREADABLE
 
 ALLOCATED: Final = "active_allocated"
 INACTIVE: Final = "inactive"
-_LARGEST: Final = 1 << 63
-# isal's stub calls its exception class an instance.
-_UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 
 
-class Block(NamedTuple):
+_Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# In ns they fit into 64 bits.
+_Microseconds = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) // 1000)]
+
+
+class Stack(int):
+    """The index of a stack in `DeviceSnapshot.stacks`; 0 without one."""
+
+
+class AllocatorBlock(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A block of a segment. `state` as torch writes it; neither allocated nor inactive means pending free.
 
-    `size` is rounded by the allocator, `requested_size` is not, both in bytes; `stack` indexes `DeviceSnapshot.stacks`.
+    `size` is rounded by the allocator, `requested_size` is not, both in bytes.
     """
 
-    address: int
-    size: int
-    requested_size: int
+    address: _Bytes
+    size: _Bytes
+    requested_size: _Bytes
     state: str
-    stack: int
+    stack: Stack = msgspec.field(name="frames", default=Stack(0))
 
 
-class Segment(NamedTuple):
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Memory obtained from the driver, tiled by its blocks in address order."""
 
-    address: int
-    size: int
-    stream: int
-    kind: str
-    pool: tuple[int, int]
-    is_expandable: bool
-    blocks: tuple[Block, ...]
+    address: _Bytes
+    size: _Bytes = msgspec.field(name="total_size")
+    blocks: tuple[AllocatorBlock, ...]
+    device: _Bytes = 0
+    stream: _Int64 = 0
+    kind: str = msgspec.field(name="segment_type", default="")
+    pool: tuple[_Int64, _Int64] = msgspec.field(name="segment_pool_id", default=(0, 0))
+    is_expandable: bool = False
 
 
-class Event(NamedTuple):
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An event of the recorded history; `size` is the requested size in bytes, of an `oom` the failed allocation.
 
     `device_free` are the free bytes of the device at an `oom`, which has no address.
     """
 
     action: str
-    address: int
-    size: int
-    stream: int
-    time_us: int | None
-    stack: int
-    device_free: int | None = None
+    address: _Int64 = msgspec.field(name="addr", default=0)
+    size: _Bytes = 0
+    stream: _Int64 = 0
+    time_us: _Microseconds | None = None
+    stack: Stack = msgspec.field(name="frames", default=Stack(0))
+    device_free: _Bytes | None = None
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    segments: list[Segment]
+    device_traces: list[tuple[Event, ...] | None] = msgspec.field(default_factory=list)
+    allocator_settings: dict[str, Any] | None = None
 
 
 class DeviceSnapshot(msgspec.Struct, frozen=True):
@@ -127,7 +142,7 @@ class DeviceSnapshot(msgspec.Struct, frozen=True):
         """Whether any segment is expandable."""
         return any(segment.is_expandable for segment in self.segments)
 
-    def _blocks(self, state: str) -> list[Block]:
+    def _blocks(self, state: str) -> list[AllocatorBlock]:
         return [block for segment in self.segments for block in segment.blocks if block.state == state]
 
 
@@ -143,27 +158,21 @@ class Snapshot(msgspec.Struct, frozen=True):
     settings: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
-def read_snapshot(path: Path, limits: Limits | None = None) -> Snapshot:
+def read_snapshot(path: Path) -> Snapshot:
     """Read a snapshot from a pickle, plain or gzip, without executing anything from it.
-
-    Args:
-        path: the file.
-        limits: maximum sizes.
 
     Raises:
         ArtifactError: the file is missing or damaged, above a limit, not a snapshot, or names a global.
     """
-    limits = limits or Limits()
-    return parse_snapshot(load_snapshot(path, limits), str(path), limits)
+    return parse_snapshot(load_snapshot(path), str(path))
 
 
-def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
+def load_snapshot(path: Path) -> Any:
     """Return the content of a pickle, plain or gzip, unchecked.
 
     Raises:
         ArtifactError: the file is missing or damaged, above a limit, or names a global.
     """
-    limits = limits or Limits()
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; torch.cuda.memory._dump_snapshot writes snapshots")
     try:
@@ -171,192 +180,119 @@ def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
             compressed = stream.read(2) == b"\x1f\x8b"
         opened: IO[bytes] = igzip.open(path, "rb") if compressed else path.open("rb")  # type: ignore[no-untyped-call]
         with opened as stream:
-            data = stream.read(limits.bytes + 1)
-    except _UNREADABLE as error:
+            data = stream.read(MAX_BYTES + 1)
+    except UNREADABLE as error:
         raise ArtifactError(f"{path}: cannot be read ({error}); copy it again") from error
     if not data:
         raise ArtifactError(f"{path}: the file is empty: the dump was interrupted, or the disk was full")
-    return read_pickle(data, str(path), limits)
+    return read_pickle(data, str(path))
 
 
-def parse_snapshot(data: Any, source: str, limits: Limits | None = None) -> Snapshot:
+def parse_snapshot(data: Any, source: str) -> Snapshot:
     """Parse the value returned by torch.
 
     Args:
         data: the dictionary of `torch.cuda.memory._snapshot()`, or the list of `torch.cuda.memory_snapshot()`.
         source: its origin, the start of every error message.
-        limits: maximum sizes.
 
     Raises:
-        ArtifactError: it is not a snapshot, or a value in it has an unexpected type.
+        ArtifactError: it is not a snapshot, or damaged: a value has an unexpected type, or a block exceeds its segment.
     """
-    return _Parser(source, limits or Limits()).snapshot(data)
+    form: Literal["dict", "list"] = "list" if isinstance(data, list) else "dict"
+    top = {"segments": data} if form == "list" else data
+    if not isinstance(top, dict) or "segments" not in top:
+        raise ArtifactError(f"{source}: has no segments: it is not a CUDA allocator snapshot")
+    stacks = _Stacks()
+    try:
+        _check_lists(top)
+        whole = {**top, "segments": [completed(segment) for segment in top["segments"]]}
+        file = msgspec.convert(whole, _File, dec_hook=stacks.number_of)
+        segments: dict[int, list[Segment]] = {}
+        for segment in file.segments:
+            _check_blocks(segment)
+            segments.setdefault(segment.device, []).append(segment)
+    # Keys of torch 2.0 are read before types are known.
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ArtifactError(f"{source}: {error}; the file is damaged: copy it again") from error
+    events = {device: found for device, found in enumerate(file.device_traces) if found}
+    shared = tuple(stacks.stacks)
+    devices = {
+        device: DeviceSnapshot(
+            device=device, segments=tuple(segments.get(device, ())), events=events.get(device, ()), stacks=shared
+        )
+        for device in sorted(segments.keys() | events.keys())
+    }
+    return Snapshot(source=source, form=form, devices=devices, settings=file.allocator_settings or {})
 
 
-class _Parser:
-    def __init__(self, source: str, limits: Limits) -> None:
-        self._source = source
-        self._left = limits.containers
+def completed(segment: dict[str, Any]) -> dict[str, Any]:
+    """Return a segment of the file with the addresses, sizes and stacks of its blocks; torch 2.0 wrote a history."""
+    blocks, address = [], segment["address"]
+    for entry in segment["blocks"]:
+        block = {"address": address, **entry}
+        history = (entry.get("history") or [{}])[0]
+        if block.get("frames") is None:
+            block["frames"] = history.get("frames") or []
+        if block.get("requested_size") is None:
+            block["requested_size"] = history.get("real_size", entry["size"])
+        blocks.append(block)
+        address = block["address"] + block["size"]
+    return {**segment, "blocks": blocks}
+
+
+def _check_lists(top: Mapping[str, Any]) -> None:
+    """Refuse shared lists, which torch does not write: a small file that shares lists could expand to any size."""
+    segments, rings = top["segments"], top.get("device_traces") or []
+    lists = [segments, rings, *(segment["blocks"] for segment in segments), *(ring for ring in rings if ring)]
+    if not all(isinstance(found, list) for found in lists):
+        raise ValueError("segments, blocks and device_traces are not lists")
+    if any(len({*map(id, found)}) < len(found) for found in (lists, *lists)):
+        raise ValueError("segments, blocks or device_traces are shared lists")
+
+
+def _check_blocks(segment: Segment) -> None:
+    requested = sum(block.requested_size for block in segment.blocks if block.state == ALLOCATED)
+    used = max(requested, sum(block.size for block in segment.blocks))
+    if used > segment.size:
+        raise ValueError(f"a segment of {segment.size} bytes has blocks of {used} bytes")
+
+
+class _Frame(msgspec.Struct, frozen=True):
+    filename: str = ""
+    line: _Int64 = 0
+    name: str = ""
+
+
+class _Stacks:
+    """Numbers the stacks of a file; torch shares lists of frames, and frames."""
+
+    def __init__(self) -> None:
+        self.stacks: list[tuple[Frame, ...]] = [()]
+        self._numbers: dict[tuple[Frame, ...], Stack] = {(): Stack(0)}
+        self._of_list: dict[int, Stack] = {}
+        self._of_frames: dict[tuple[int, ...], Stack] = {}
         self._frames: dict[Frame, Frame] = {}
         self._frame_of: dict[int, Frame] = {}
-        self._stacks: list[tuple[Frame, ...]] = [()]
-        self._number_of: dict[int, int] = {}
-        self._seen: set[int] = set()
-        self._numbers: dict[tuple[int, ...], int] = {}
-        self._stack_numbers: dict[tuple[Frame, ...], int] = {(): 0}
 
-    def snapshot(self, data: Any) -> Snapshot:
-        form: Literal["dict", "list"] = "list" if isinstance(data, list) else "dict"
-        top = {"segments": data} if isinstance(data, list) else self._mapping(data, "the snapshot")
-        if "segments" not in top:
-            raise ArtifactError(f"{self._source}: has no segments: it is not a CUDA allocator snapshot")
-        segments: dict[int, list[Segment]] = {}
-        for raw in self._own(top["segments"], "segments"):
-            fields = self._mapping(raw, "a segment")
-            segments.setdefault(self._size(fields, "device", 0), []).append(self._segment(fields))
-        events = {
-            device: self._events(ring)
-            for device, ring in enumerate(self._list(top.get("device_traces", []), "device_traces"))
-            if ring
-        }
-        stacks = tuple(self._stacks)
-        devices = {
-            device: DeviceSnapshot(
-                device=device, segments=tuple(segments.get(device, ())), events=events.get(device, ()), stacks=stacks
-            )
-            for device in sorted(segments.keys() | events.keys())
-        }
-        return Snapshot(
-            source=self._source,
-            form=form,
-            devices=devices,
-            settings=self._mapping(top.get("allocator_settings") or {}, "allocator_settings"),
-        )
-
-    def _segment(self, fields: Mapping[str, Any]) -> Segment:
-        address = self._size(fields, "address")
-        size = self._size(fields, "total_size")
-        blocks, at = [], address
-        for raw in self._own(fields.get("blocks"), "blocks"):
-            block = self._block(self._mapping(raw, "a block"), at)
-            blocks.append(block)
-            at = block.address + block.size
-        requested = sum(block.requested_size for block in blocks if block.state == ALLOCATED)
-        if requested > size:
-            raise ArtifactError(
-                f"{self._source}: a segment of {size} bytes has live blocks of {requested} requested bytes; "
-                "the file is damaged: copy it again"
-            )
-        pool = fields.get("segment_pool_id", (0, 0))
-        if not (isinstance(pool, (tuple, list)) and [type(part) for part in pool] == [int, int]):
-            raise self._odd("segment_pool_id", pool, "two numbers")
-        kind = fields.get("segment_type", "")
-        return Segment(
-            address=address,
-            size=size,
-            stream=self._integer(fields, "stream", 0),
-            kind=kind if isinstance(kind, str) else "",
-            pool=(pool[0], pool[1]),
-            is_expandable=fields.get("is_expandable") is True,
-            blocks=tuple(blocks),
-        )
-
-    def _block(self, fields: Mapping[str, Any], address: int) -> Block:
-        size = self._size(fields, "size")
-        frames, requested = fields.get("frames"), self._size(fields, "requested_size", size)
-        history = fields.get("history")
-        if frames is None and history:
-            frames = self._mapping(self._list(history, "history")[0], "a history").get("frames")
-        state = fields.get("state")
-        if not isinstance(state, str):
-            raise self._odd("state", state, "a word")
-        return Block(self._size(fields, "address", address), size, requested, state, self._stack(frames))
-
-    def _events(self, ring: Any) -> tuple[Event, ...]:
-        found = []
-        for raw in self._own(ring, "device_traces"):
-            fields = self._mapping(raw, "an event")
-            action = fields.get("action")
-            if not isinstance(action, str):
-                raise self._odd("action", action, "a word")
-            found.append(
-                Event(
-                    action=action,
-                    address=self._integer(fields, "addr", 0),
-                    size=self._size(fields, "size", 0),
-                    stream=self._integer(fields, "stream", 0),
-                    time_us=self._integer(fields, "time_us", 0) if "time_us" in fields else None,
-                    stack=self._stack(fields.get("frames")),
-                    device_free=self._size(fields, "device_free") if "device_free" in fields else None,
-                )
-            )
-        return tuple(found)
-
-    def _stack(self, frames: Any) -> int:
-        """Return the index of a stack; torch shares lists of frames, and frames."""
-        if not frames:
-            return 0
-        number = self._number_of.get(id(frames))
+    def number_of(self, _: type, frames: Any) -> Stack:
+        """Return the number of a list of frames."""
+        number = self._of_list.get(id(frames))
         if number is None:
             # Most lists differ, but few are new: equal frames are mostly one dictionary.
-            same = tuple(map(id, self._list(frames, "frames")))
-            number = self._numbers.get(same)
+            same = tuple(map(id, frames or ()))
+            number = self._of_frames.get(same)
             if number is None:
-                stack = tuple(self._frame(frame) for frame in frames)
-                number = self._numbers[same] = self._stack_numbers.setdefault(stack, len(self._stacks))
-                if number == len(self._stacks):
-                    self._stacks.append(stack)
-            self._number_of[id(frames)] = number
+                stack = tuple(map(self._frame, frames or ()))
+                number = self._of_frames[same] = self._numbers.setdefault(stack, Stack(len(self.stacks)))
+                if number == len(self.stacks):
+                    self.stacks.append(stack)
+            self._of_list[id(frames)] = number
         return number
 
     def _frame(self, raw: Any) -> Frame:
         frame = self._frame_of.get(id(raw))
         if frame is None:
-            fields = self._mapping(raw, "a frame")
-            filename, name = fields.get("filename"), fields.get("name")
-            made = Frame(
-                filename if isinstance(filename, str) else "",
-                self._integer(fields, "line", 0),
-                name if isinstance(name, str) else "",
-            )
+            found = msgspec.convert(raw, _Frame)
+            made = Frame(found.filename, found.line, found.name)
             frame = self._frame_of[id(raw)] = self._frames.setdefault(made, made)
         return frame
-
-    def _list(self, value: Any, what: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise self._odd(what, value, "a list")
-        # A list that is shared is walked each time: a small file can mean a very long walk.
-        self._left -= len(value)
-        if self._left < 0:
-            raise ArtifactError(f"{self._source}: has too many entries; record fewer events (max_entries)")
-        return value
-
-    def _own(self, value: Any, what: str) -> list[Any]:
-        """Return a list that torch never shares: a small file that shares lists could expand to any size."""
-        found = self._list(value, what)
-        if id(found) in self._seen or len(set(map(id, found))) < len(found):
-            raise ArtifactError(f"{self._source}: {what} has shared lists; the file is damaged: copy it again")
-        self._seen.add(id(found))
-        return found
-
-    def _mapping(self, value: Any, what: str) -> Mapping[str, Any]:
-        if not isinstance(value, dict):
-            raise self._odd(what, value, "a dictionary")
-        return value
-
-    def _size(self, fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
-        value = self._integer(fields, key, default)
-        if value < 0:
-            raise self._odd(key, value, "at least 0")
-        return value
-
-    def _integer(self, fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
-        value = fields.get(key, default)
-        if type(value) is not int or not -_LARGEST <= value < 2 * _LARGEST:
-            raise self._odd(key, value, "a number of 64 bits")
-        return value
-
-    def _odd(self, what: str, value: Any, rule: str) -> ArtifactError:
-        # A container's own text may be as long as the file, and endless.
-        shown = repr(value)[:60] if isinstance(value, (int, float, str, type(None))) else type(value).__name__
-        return ArtifactError(f"{self._source}: {what} is {shown}, expected {rule}; the file is damaged: copy it again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from struct import pack
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.trace.events import LARGEST, CollectiveEvent, Event, MemoryEvent, decoder
+from lightning_memprof.read.trace.events import Event, FullEvent, decoder, full_events
 from lightning_memprof.read.trace.intervals import Column, Intervals, lookup, union
-from lightning_memprof.read.trace.text import TraceText
+from lightning_memprof.read.trace.text import LARGEST, TraceText
 
 Progress: TypeAlias = Callable[[int, int], None]
 Lane: TypeAlias = tuple[int | str, int | str]
@@ -25,7 +25,6 @@ STEP_NAME: Final = re.compile(r"ProfilerStep#(\d{1,18})\Z")
 
 # A piece and its events stay in the processor's cache: a MiB at a time takes up to twice as long.
 _CHUNK: Final = 1 << 18
-_BLOCK: Final = 1 << 15
 # `AccumulateGrad` has the largest number of 64 bits, and no forward.
 _UNSIGNED: Final = (1 << 64) - 1
 # Until torch 1.9 the program's annotations were operators among others.
@@ -35,7 +34,8 @@ _ANNOTATIONS: Final = (
 )  # fmt: skip
 # Events of a device's streams in which it does no work.
 _MARKERS: Final = frozenset({"event_wait", "event_record"})
-_OF_COLLECTIVES: Final = ("nccl", "rccl", "xccl:", "hccl:", "gloo:", "mpi:", "ucc:", "record_param_comms")
+COLLECTIVE_NAMES: Final = ("nccl", "rccl", "xccl:", "hccl:", "gloo:", "mpi:", "ucc:", "record_param_comms")
+"""The beginnings of the names of events of collectives."""
 
 # torch's numbers of device types.
 _ACCELERATORS: Final[dict[int | str, str]] = {
@@ -58,9 +58,8 @@ COMPUTES: Final = frozenset(
 """Operators whose inputs tell the arithmetic or the memory traffic; those that call others which do are not here."""
 
 _events: Final = decoder(Event)
-_collective_events: Final = decoder(CollectiveEvent)
-_memory_events: Final = decoder(MemoryEvent)
-_MEMORY: Final = "[memory]"
+MEMORY: Final = "[memory]"
+OUT_OF_MEMORY: Final = "[OutOfMemory]"
 
 
 class Kind:
@@ -106,22 +105,16 @@ _OF_TORCH: Final = frozenset({"schemaVersion", "deviceProperties", "distributedI
 _NAMED_CATEGORIES: Final = 3
 
 
-class NamedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a collective, with its arguments.
+_ITEM_BYTES: Final = {
+    "double": 8, "long": 8, "longint": 8, "complexfloat": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2,
+    "short": 2, "shortint": 2, "char": 1, "signedchar": 1, "unsignedchar": 1, "byte": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "complexdouble": 16, "unsignedint": 4, "unsignedlong": 8,
+}  # fmt: skip
 
-    Attributes:
-        start_ns: ns after the trace's origin; ``end_ns`` likewise.
-        lane: pid and tid.
-        row: its position in the columns, -1 where the event was read without columns.
-    """
 
-    name: str
-    category: str
-    lane: Lane
-    start_ns: int
-    end_ns: int
-    args: dict[str, Any]
-    row: int = -1
+def item_bytes(dtype: Any) -> int | None:
+    """Return the size of a number of a type as torch writes it (``c10::Half``, ``long int``), None where unknown."""
+    return _ITEM_BYTES.get(str(dtype).lower().removeprefix("c10::").replace(" ", ""))
 
 
 class Inputs(NamedTuple):
@@ -155,6 +148,7 @@ class Allocations(msgspec.Struct, frozen=True, kw_only=True):
         sizes: ``(m,)`` bytes, negative for a free.
         addresses: ``(m,)`` of the block, 0 where unknown.
         totals: ``(m,)`` bytes that torch counted as allocated after the event.
+        failed: ``(k,)`` moments of the events ``[OutOfMemory]``.
     """
 
     moments: Column
@@ -163,6 +157,25 @@ class Allocations(msgspec.Struct, frozen=True, kw_only=True):
     sizes: Column
     addresses: Column
     totals: Column
+    failed: Column
+
+
+class Details(NamedTuple):
+    """Further fields of the complete events of a trace, and its allocations.
+
+    Attributes:
+        allocations: allocations and frees.
+        categories: ``(n,)`` positions in ``category_of``.
+        links: ``(n,)`` the number that device work shares with its operator, 0 for none.
+        dims: ``(n,)`` positions in ``dims_of``, the dimensions of the inputs as a JSON array; empty where not recorded.
+    """
+
+    allocations: Allocations
+    categories: NDArray[np.int32]
+    links: Column
+    dims: NDArray[np.int32]
+    category_of: tuple[str, ...]
+    dims_of: tuple[bytes, ...]
 
 
 class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,8 +190,7 @@ class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
         runs_node: ``(n,)`` bool, whether the operator runs the node, in backward, and does not make it.
         copied: bytes by row of each copy whose size is known.
         shapes: inputs of the operators that compute, where they were recorded.
-        collectives: events of collectives with their arguments.
-        allocations: those that were asked for, else None.
+        collectives: events of collectives with their arguments, by row.
         allocates_on: accelerators whose memory is allocated or freed (``cuda:0``), where memory was recorded.
         events: number of events of any kind in the file.
         metadata: everything in the file beside the events.
@@ -197,8 +209,7 @@ class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
     lane_of: tuple[Lane, ...]
     copied: dict[int, int]
     shapes: Shapes = msgspec.field(default_factory=lambda: Shapes(np.empty(0, np.int64), np.empty(0, np.int32), ()))
-    collectives: tuple[NamedEvent, ...]
-    allocations: Allocations | None = None
+    collectives: Mapping[int, FullEvent]
     allocates_on: tuple[str, ...] = ()
     events: int
     metadata: dict[str, Any]
@@ -226,21 +237,34 @@ class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
         return union(self.starts[rows], self.ends[rows])
 
 
-def read_columns(path: Path, progress: Progress | None = None, *, with_memory: bool = False) -> TraceColumns:
+def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
     """Read a trace once.
 
     Args:
         path: a Kineto JSON file of any year, plain or gzip-compressed.
         progress: called now and then with the number of bytes read, and the size of the file.
-        with_memory: whether allocations and frees are read, too.
 
     Raises:
         ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
-    text, table = TraceText(path), _Table(with_memory=with_memory)
+    return _read(path, progress, None)
+
+
+def read_in_full(path: Path) -> tuple[TraceColumns, Details]:
+    """Read a trace once, with its allocations and the details of its events: 16 more bytes each.
+
+    Raises:
+        ArtifactError: as `read_columns` does, but for a trace of another program.
+    """
+    details = _Details()
+    return _read(path, None, details), details.columns()
+
+
+def _read(path: Path, progress: Progress | None, details: _Details | None) -> TraceColumns:
+    text, table = TraceText(path), _Table(details)
     size = path.stat().st_size if path.is_file() else 0
     # A report is the same with either category of an event; restoring the original costs a tenth.
-    for _ in text.pieces(table.take, _CHUNK, as_written=not with_memory):
+    for _ in text.pieces(table.take, _CHUNK, as_written=details is None):
         if progress:
             progress(text.bytes_read, size)
     if text.merged_traces:
@@ -249,29 +273,27 @@ def read_columns(path: Path, progress: Progress | None = None, *, with_memory: b
             f"{path}: is a timeline of {text.merged_traces} merged traces, for lightning-memprof view; name the run or "
             "the traces themselves"
         )
-    if not table.is_of_torch and not _OF_TORCH & text.metadata.keys():
+    if details is None and not table.is_of_torch and not _OF_TORCH & text.metadata.keys():
         raise ArtifactError(
             f"{path}: is a trace of another program: none of its events has a category of torch.profiler"
             f"{table.categories}; name a trace of torch.profiler"
         )
-    base = text.metadata.get("baseTimeNanoseconds")
-    origin = base if isinstance(base, int) and 0 <= base < LARGEST else 0
-    return table.columns(text.metadata, origin + text.ts_offset_us * 1000)
+    return table.columns(text.metadata, text.time_origin_ns)
 
 
 class _Table:
     """Columns while they grow."""
 
-    def __init__(self, *, with_memory: bool) -> None:
-        self._allocations: list[tuple[int, ...]] | None = [] if with_memory else None
-        self._starts, self._durations, self._correlations = array("d"), array("d"), array("q")  # times in us
+    def __init__(self, details: _Details | None) -> None:
+        self._details = details
+        self._starts, self._durations, self._correlations = array("q"), array("q"), array("q")
         self._sequences, self._runs_node = array("q"), array("b")
         self._name_numbers, self._lane_numbers = array("i"), array("i")
         self._kinds = array("b")
         self._names, self._lanes, self._kind_of = _Names(), _Numbers(), _Kinds()
         self._copied: dict[int, int] = {}
         self._shaped, self._shape_numbers, self._inputs = array("q"), array("i"), _Numbers()
-        self._collectives: list[NamedEvent] = []
+        self._collectives: dict[int, FullEvent] = {}
         self._allocates_on: set[str] = set()
         self._events = 0
 
@@ -292,25 +314,22 @@ class _Table:
         Raises:
             msgspec.DecodeError: the text is not valid JSON; nothing was taken.
         """
-        full: Sequence[CollectiveEvent] | None = None
-        if self._allocations is not None:
-            full = memory = _memory_events(text)
-            self._allocations += map(self._allocation, [event for event in memory if event.name == _MEMORY])
-        elif True in self._names.of_collectives:
-            full = _collective_events(text)
+        full = full_events(text) if self._details is not None or True in self._names.of_collectives else None
         batch: Sequence[Event] = _events(text) if full is None else full
+        if self._details is not None and full is not None:
+            self._details.take(full, self._lanes)
         self._events += len(batch)
         found = [event for event in batch if event.ph == "X"]
         if len(found) < len(batch):
-            used = {(event.args.device_type, event.args.device_id) for event in batch if event.name == _MEMORY}
+            used = {(event.args.device_type, event.args.device_id) for event in batch if event.name == MEMORY}
             self._allocates_on |= {f"{_ACCELERATORS[kind]}:{number}" for kind, number in used if kind in _ACCELERATORS}
         count, first, names, lanes = len(found), len(self._starts), self._names, self._lanes
         # One loop for each field and one `pack` cost half of a loop for all, and of numpy's conversion of a list.
         places = zip([event.pid for event in found], [event.tid for event in found], strict=True)
         numbers = pack(f"{count}i", *map(names.__getitem__, [event.name for event in found]))
         kinds = bytes(map(self._kind_of.__getitem__, [event.cat for event in found]))
-        self._starts.frombytes(pack(f"{count}d", *[event.ts for event in found]))
-        self._durations.frombytes(pack(f"{count}d", *[event.dur for event in found]))
+        self._starts.frombytes(_nanoseconds(pack(f"{count}d", *[event.ts for event in found])))
+        self._durations.frombytes(_nanoseconds(pack(f"{count}d", *[event.dur for event in found])))
         self._correlations.frombytes(pack(f"{count}q", *[event.args.correlation for event in found]))
         self._sequences.frombytes(pack(f"{count}Q", *[event.args.sequence & _UNSIGNED for event in found]))
         self._runs_node.frombytes(bytes([event.args.forward_thread != 0 for event in found]))
@@ -322,7 +341,8 @@ class _Table:
         rows.update(_marked(names.of_collectives, numbers))
         self._keep_shapes(found, _marked(names.of_work, numbers), first)
         if rows:
-            self._keep_collectives(_collective_events(text) if full is None else full, rows, first)
+            complete = [event for event in full or full_events(text) if event.ph == "X"]
+            self._collectives |= {first + row: complete[row].detached() for row in sorted(rows)}
         for row in on_device:
             if kinds[row] == Kind.MEMORY_COPY and (size := found[row].args.bytes) and row not in rows:
                 self._copied[first + row] = size
@@ -336,34 +356,9 @@ class _Table:
                 self._shaped.append(first + row)
                 self._shape_numbers.append(self._inputs[given])
 
-    def _allocation(self, event: MemoryEvent) -> tuple[int, ...]:
-        args = event.args
-        numbers = (args.device_type, args.device_id, args.size, args.address, args.total)
-        # Larger ones are damage.
-        kept = (number if isinstance(number, int) and -LARGEST < number < LARGEST else 0 for number in numbers)
-        return (event.start_ns, self._lanes[event.pid, event.tid], *kept)
-
-    def _keep_collectives(self, batch: Sequence[CollectiveEvent], rows: set[int], first: int) -> None:
-        found = [event for event in batch if event.ph == "X"]
-        for row in sorted(rows):
-            event = found[row]
-            start, duration = _nanoseconds(np.array([event.ts, event.dur])).tolist()
-            self._collectives.append(
-                NamedEvent(
-                    name=event.name,
-                    category=event.cat,
-                    lane=(event.pid, event.tid),
-                    start_ns=start,
-                    end_ns=start + max(duration, 0),
-                    args=event.arguments(),
-                    row=first + row,
-                )
-            )
-
     def columns(self, metadata: dict[str, Any], origin_ns: int) -> TraceColumns:
         """Return the columns of all events taken."""
-        starts = _in_nanoseconds(self._starts)
-        ends = _in_nanoseconds(self._durations)
+        starts, ends = (np.frombuffer(times, np.int64) for times in (self._starts, self._durations))
         np.maximum(ends, 0, out=ends)
         ends += starts  # in place: another column is eight bytes an event
         sequences = np.frombuffer(self._sequences, np.int64)
@@ -391,8 +386,7 @@ class _Table:
                 np.frombuffer(self._shape_numbers, np.int32),
                 tuple(self._inputs),
             ),
-            collectives=tuple(self._collectives),
-            allocations=None if self._allocations is None else _allocations(self._allocations),
+            collectives=self._collectives,
             allocates_on=tuple(sorted(self._allocates_on)),
             events=self._events,
             metadata=metadata,
@@ -400,16 +394,51 @@ class _Table:
         )
 
 
-def _allocations(rows: list[tuple[int, ...]]) -> Allocations:
-    table = np.array(rows, np.int64).reshape(-1, 7)
-    return Allocations(
-        moments=table[:, 0],
-        lanes=table[:, 1],
-        devices=table[:, 2:4],
-        sizes=table[:, 4],
-        addresses=table[:, 5],
-        totals=table[:, 6],
-    )
+class _Details:
+    """Details while they grow."""
+
+    def __init__(self) -> None:
+        self._memory: list[tuple[int, ...]] = []
+        self._failed: list[int] = []
+        self._links, self._categories, self._dims = array("q"), array("i"), array("i")
+        self._category_numbers, self._dims_numbers = _Numbers(), _Numbers()
+
+    def take(self, batch: Sequence[FullEvent], lanes: _Numbers) -> None:
+        """Take the events of a piece."""
+        found = [event for event in batch if event.ph == "X"]
+        self._memory += [_allocation(event, lanes) for event in batch if event.name == MEMORY]
+        self._failed += [event.start_ns for event in batch if event.name == OUT_OF_MEMORY]
+        self._links.extend([event.args.link for event in found])
+        self._categories.extend(map(self._category_numbers.__getitem__, [event.cat for event in found]))
+        self._dims.extend(map(self._dims_numbers.__getitem__, [bytes(event.args.input_dims) for event in found]))
+
+    def columns(self) -> Details:
+        """Return the details of all events taken."""
+        table = np.array(self._memory, np.int64).reshape(-1, 7)
+        return Details(
+            allocations=Allocations(
+                moments=table[:, 0],
+                lanes=table[:, 1],
+                devices=table[:, 2:4],
+                sizes=table[:, 4],
+                addresses=table[:, 5],
+                totals=table[:, 6],
+                failed=np.array(self._failed, np.int64),
+            ),
+            categories=np.frombuffer(self._categories, np.int32),
+            links=np.frombuffer(self._links, np.int64),
+            dims=np.frombuffer(self._dims, np.int32),
+            category_of=tuple(self._category_numbers),
+            dims_of=tuple(self._dims_numbers),
+        )
+
+
+def _allocation(event: FullEvent, lanes: _Numbers) -> tuple[int, ...]:
+    args = event.args
+    numbers = (args.device_type, args.device_id, args.size, args.address, args.total)
+    # Larger ones are damage.
+    kept = (number if isinstance(number, int) and -LARGEST < number < LARGEST else 0 for number in numbers)
+    return (event.start_ns, lanes[event.pid, event.tid], *kept)
 
 
 class _Numbers(dict[Any, int]):
@@ -428,7 +457,7 @@ class _Names(_Numbers):
         self.of_collectives, self.of_work = bytearray(), bytearray()
 
     def __missing__(self, key: str) -> int:
-        self.of_collectives.append(key.startswith(_OF_COLLECTIVES))
+        self.of_collectives.append(key.startswith(COLLECTIVE_NAMES))
         self.of_work.append(key in COMPUTES)
         return super().__missing__(key)
 
@@ -449,17 +478,8 @@ class _Kinds(dict[str, int]):
         return kind
 
 
-def _in_nanoseconds(microseconds: array[float]) -> Column:
-    """Turn a column of microseconds into one of nanoseconds, in its own memory."""
-    times = np.frombuffer(microseconds, np.float64)
-    column = times.view(np.int64)
-    for begin in range(0, len(times), _BLOCK):
-        column[begin : begin + _BLOCK] = _nanoseconds(times[begin : begin + _BLOCK])
-    return column
-
-
-def _nanoseconds(times: NDArray[np.float64]) -> Column:
+def _nanoseconds(microseconds: bytes) -> bytes:
     """Exact nanoseconds: a double holds those of a time since 1970 only where whole and fraction stay apart."""
+    times = np.frombuffer(microseconds, np.float64)
     whole = np.floor(times)
-    exact: Column = whole.astype(np.int64) * 1000 + np.rint((times - whole) * 1000).astype(np.int64)
-    return exact
+    return (whole.astype(np.int64) * 1000 + np.rint((times - whole) * 1000).astype(np.int64)).tobytes()

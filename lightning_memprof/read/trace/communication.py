@@ -1,45 +1,42 @@
 """Collectives of a trace: when this rank arrived at each, and when it left.
 
-A trace has a few hundred collectives among millions of events. `collectives` decodes only events that look like one: it
-searches the text for the words at the beginning of their names, a piece of 256 KiB at a time, so that a training run
-process can read its own trace beside its steps: a piece holds the interpreter for about a millisecond.
-`trace_arrivals` takes them from the columns of a trace.
+A trace has a few hundred collectives among millions of events. `collectives` decodes only the pieces of a trace that
+have one, 64 KiB each, so that a training process can read its own trace beside its steps: a piece holds the interpreter
+for less than a millisecond. `collective_events` takes them from the columns of a trace.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from decimal import Decimal
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.trace.columns import Kind, Lane, NamedEvent, TraceColumns
+from lightning_memprof.read.trace.columns import COLLECTIVE_NAMES, Lane, TraceColumns, item_bytes
+from lightning_memprof.read.trace.events import FullArgs, FullEvent, full_events
 from lightning_memprof.read.trace.kernel_names import plain_kernel
-from lightning_memprof.read.trace.text import BASE_TIME, UNREADABLE, open_trace
+from lightning_memprof.read.trace.text import TraceText
 
-_CHUNK: Final = 1 << 18
-# Longer than any event of a collective: one of 4,096 ranks names its group in 20 kB.
-_LONGEST: Final = 1 << 16
-_WORDS: Final = (b'"gloo:', b'"mpi:', b'"ucc:', b'"nccl', b'"record_param_comms"', b'"baseTimeNanoseconds"')
+_CHUNK: Final = 1 << 16
+_WORDS: Final = re.compile(rb'"(?:%b)' % b"|".join(name.encode() for name in COLLECTIVE_NAMES))
 _LARGEST: Final = 1 << 53
 _start: Final = attrgetter("start_ns")
-_OPENINGS_TO_TRY: Final = 6
 
 HOST_BACKENDS: Final = ("gloo:", "mpi:", "ucc:")
 """The beginnings of the names of collectives on the host."""
 _ON_HOST: Final = re.compile(r"(gloo|mpi|ucc):(\w+)\Z")
+# Until torch 1.9 annotations were operators.
+_ANNOTATES: Final = frozenset({"user_annotation", "cpu_op"})
 _ON_DEVICE: Final = re.compile(r"(?:nccl|xccl|hccl):(\w+)\Z")
 _KERNEL: Final = re.compile(r"[nr]ccl(?:Symk?)?(?:Dev)?Kernel_?([A-Za-z]+)")
-# Collectives in the names of other kernels, without underscores; vLLM calls its all-reduce a reduction across devices.
+# Collectives in the names of calls and kernels, without underscores: `_allgather_base`, `reduce_scatter_tensor`, and
+# vLLM's reduction across devices.
 _SPELLED: Final = {
     "allreduce": "all_reduce", "crossdevicereduce": "all_reduce", "reducescatter": "reduce_scatter",
     "allgather": "all_gather", "alltoall": "all_to_all",
@@ -47,19 +44,8 @@ _SPELLED: Final = {
 _CAMEL: Final = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _UNKNOWN: Final = "unknown"
 _GENERIC: Final = "Generic"  # RCCL has one kernel for all collectives
-_CALL_NAMES: Final = {
-    "allreduce": "all_reduce", "allgather": "all_gather", "_allgather_base": "all_gather",
-    "_all_gather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter", "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all", "all_to_allv": "all_to_all", "allreduce_coalesced": "all_reduce",
-    "allgather_into_tensor_coalesced": "all_gather", "reduce_scatter_tensor_coalesced": "reduce_scatter",
-}  # fmt: skip
 _POINT_TO_POINT: Final = frozenset({"send", "recv", "recvAnySource", "send_recv"})
 _ANY_SIZE: Final = frozenset({"all_to_all", "all_gather", "gather", "scatter"})
-_ITEM_BYTES: Final = {
-    "double": 8, "long": 8, "longint": 8, "complexfloat": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2,
-    "short": 2, "shortint": 2, "char": 1, "signedchar": 1, "unsignedchar": 1, "byte": 1, "bool": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "complexdouble": 16, "unsignedint": 4, "unsignedlong": 8,
-}  # fmt: skip
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +54,9 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: such as ``all_reduce``.
         group: the process group's name, empty where the trace has none (gloo).
-        sequence: number among those of the same ``kind``, from 0. The two find the same collective in another rank's
-            trace, if both traces begin at the same one.
+        sequence: the process group's number of it (Kineto's ``Seq``); where that is missing or not unique, the number
+            among those of the same ``kind`` in this trace, from 0. With ``kind`` it finds the same collective in
+            another rank's trace, without ``Seq`` if both traces begin at the same one.
         bytes: size of this rank's input or output, the larger one; of the input alone where torch recorded only shapes;
             None without both.
         ranks: how many the group has, None where torch recorded no sizes of messages.
@@ -77,6 +64,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         end_ns: when it was done. All-reduces end nearly at once on all ranks, so the others wait for the rank that
             arrives last.
         device: where it ran: ``host`` for gloo, ``cuda`` for a kernel of NCCL or RCCL.
+        row: of its event in the trace's columns, -1 where it was read without them.
     """
 
     name: str
@@ -85,8 +73,9 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     end_ns: int
     device: Literal["host", "cuda"]
-    sequence: int = 0
+    sequence: int = -1
     ranks: int | None = None
+    row: int = -1
 
     @property
     def duration_ns(self) -> int:
@@ -107,114 +96,130 @@ def collectives(trace: Path) -> list[Collective]:
     launch without a recorded kernel does not tell when the collective ran, and is skipped.
 
     Raises:
-        ArtifactError: the file is missing or cannot be read.
+        ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
-    found = _Found()
-    for event in _scan(trace, found):
-        found.take(event)
-    return found.collectives()
+    found, text = CollectiveEvents(), TraceText(trace)
+    for piece in text.pieces(_named_events, _CHUNK, as_written=True):
+        for event in piece:
+            found.place(event)
+    return found.sort().collectives(text.time_origin_ns)
 
 
-class _Found(msgspec.Struct):
-    """The events found so far in a trace; times are ns after ``base_ns``."""
+def _named_events(piece: bytes) -> list[FullEvent]:
+    """Return the events of a piece that belong to collectives."""
+    if _WORDS.search(piece) is None:
+        return []
+    return [
+        event.detached() for event in full_events(piece) if event.ph == "X" and event.name.startswith(COLLECTIVE_NAMES)
+    ]
 
-    base_ns: int = 0
-    on_host: list[Collective] = msgspec.field(default_factory=list)
-    kernels: list[NamedEvent] = msgspec.field(default_factory=list)
-    on_streams: dict[Lane, list[NamedEvent]] = msgspec.field(default_factory=dict)
-    launches: dict[int, NamedEvent] = msgspec.field(default_factory=dict)
-    calls: dict[Lane, list[NamedEvent]] = msgspec.field(default_factory=dict)
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Keep an event if it belongs to a collective."""
-        start, duration = _nanoseconds(event.get("ts")), _nanoseconds(event.get("dur"))
-        if start is None or duration is None or event.get("ph") != "X":
-            return
-        args = event.get("args")
-        self.place(
-            NamedEvent(
-                name=str(event.get("name")),
-                category=str(event.get("cat")),
-                lane=(_lane_part(event.get("pid")), _lane_part(event.get("tid"))),
-                start_ns=start,
-                end_ns=start + duration,
-                args=args if isinstance(args, dict) else {},
-            )
-        )
+_Events = dict[Lane, list[FullEvent]]
+_Message = tuple[str, int | None, int | None]  # group, bytes, ranks
+_NO_ARGS: Final = FullArgs()
 
-    def place(self, event: NamedEvent) -> None:
+
+class CollectiveEvents(msgspec.Struct):
+    """The events of collectives that were found in a trace, by thread or stream; times are ns after its origin.
+
+    Attributes:
+        on_host: those of gloo, with their rows; ``kernels`` are those of NCCL and RCCL.
+        on_streams: annotations around kernels; ``launches`` are those around launches, on the host.
+        calls: calls of torch that have the group and the size.
+    """
+
+    on_host: list[tuple[int, FullEvent]] = msgspec.field(default_factory=list)
+    kernels: list[tuple[int, FullEvent]] = msgspec.field(default_factory=list)
+    on_streams: _Events = msgspec.field(default_factory=lambda: defaultdict(list))
+    launches: _Events = msgspec.field(default_factory=lambda: defaultdict(list))
+    calls: _Events = msgspec.field(default_factory=lambda: defaultdict(list))
+
+    def place(self, event: FullEvent, row: int = -1) -> None:
         """Keep an event by its part in a collective."""
-        name, category = event.name, event.category
+        name, category, lane = event.name, event.cat, (event.pid, event.tid)
         if category == "kernel" and name.startswith("nccl"):
-            self.kernels.append(event)
+            self.kernels.append((row, event))
         elif category == "gpu_user_annotation" and _ON_DEVICE.match(name):
-            self.on_streams.setdefault(event.lane, []).append(event)
-        elif category == "user_annotation" and _ON_DEVICE.match(name):
-            self.launches[_whole(event.args.get("External id")) or -1 - len(self.launches)] = event
+            self.on_streams[lane].append(event)
+        elif category in _ANNOTATES and _ON_DEVICE.match(name):
+            self.launches[lane].append(event)
         elif name == "record_param_comms":
-            self.calls.setdefault(event.lane, []).append(event)
-        elif (host := _ON_HOST.match(name)) and category == "user_annotation" and host[2] not in _POINT_TO_POINT:
-            self.on_host.append(
-                Collective(
-                    name=common_name(host[2]),
-                    group="",
-                    bytes=_input_bytes(event.args),
-                    start_ns=event.start_ns,
-                    end_ns=event.end_ns,
-                    device="host",
-                )
-            )
+            self.calls[lane].append(event)
+        elif category == "user_annotation" and (host := _ON_HOST.match(name)) and host[2] not in _POINT_TO_POINT:
+            self.on_host.append((row, event))
 
-    def collectives(self) -> list[Collective]:
-        """Return the collectives by start, each with its sequence number."""
-        rows = sorted((*self.on_host, *self._on_device()), key=lambda row: (row.start_ns, row.end_ns))
-        counts: Counter[tuple[str, str, int | None]] = Counter()
+    def sort(self) -> CollectiveEvents:
+        """Sort events by start, once all of them are there."""
+        for events in (*self.on_streams.values(), *self.launches.values(), *self.calls.values()):
+            events.sort(key=_start)
+        return self
+
+    def collectives(self, origin_ns: int) -> list[Collective]:
+        """Return the collectives by start, each with its sequence number and its Unix times."""
+        rows = sorted((*self._on_host(), *self._on_device()), key=lambda row: (row.start_ns, row.end_ns))
+        given: dict[tuple[str, str, int | None], list[int]] = defaultdict(list)
+        for row in rows:
+            given[row.kind].append(row.sequence)
+        numbers = {
+            kind: iter(found if min(found) >= 0 and len(set(found)) == len(found) else range(len(found)))
+            for kind, found in given.items()
+        }
         result = []
         for row in rows:
-            start, end = self.base_ns + row.start_ns, self.base_ns + row.end_ns
-            result.append(replace(row, sequence=counts[row.kind], start_ns=start, end_ns=end))
-            counts[row.kind] += 1
+            start, end = origin_ns + row.start_ns, origin_ns + row.end_ns
+            result.append(replace(row, sequence=next(numbers[row.kind]), start_ns=start, end_ns=end))
         return result
 
+    def launched(self, lane: Lane, moment: int) -> tuple[str, str, int | None, int | None] | None:
+        """Return name, group, bytes and ranks of the collective that a thread launches; None where that is unknown.
+
+        The name is that of the ``nccl:NAME`` annotation; group and size are those of ``record_param_comms``.
+        """
+        annotation, call = (_latest(events.get(lane, []), moment) for events in (self.launches, self.calls))
+        if annotation is None:
+            return None
+        return _called(annotation), *_message(call.args if call else _NO_ARGS, annotation)
+
+    def _on_host(self) -> Iterator[Collective]:
+        for row, event in self.on_host:
+            name = common_name(event.name.partition(":")[2])
+            yield _collective(event, row, name, ("", _input_bytes(event.args), None))
+
     def _on_device(self) -> Iterator[Collective]:
-        for events in (*self.on_streams.values(), *self.calls.values()):
-            events.sort(key=_start)
-        launched = {_called(event) for event in self.launches.values()}
-        for kernel in self.kernels:
-            annotation = _latest(self.on_streams.get(kernel.lane, []), kernel.start_ns)
-            launch = self.launches.get(_whole(annotation.args.get("External id")) or 0) if annotation else None
-            call = _latest(self.calls.get(launch.lane, []), launch.start_ns) if launch else None
-            args = kernel.args if "Collective name" in kernel.args else call.args if call else {}
+        annotations = [event for events in self.launches.values() for event in events]
+        launches = {event.args.external_id: event for event in annotations if event.args.external_id}
+        launched = set(map(_called, annotations))
+        for row, kernel in self.kernels:
+            annotation = _latest(self.on_streams.get((kernel.pid, kernel.tid), []), kernel.start_ns)
+            launch = launches.get(annotation.args.external_id) if annotation else None
+            call = _latest(self.calls.get((launch.pid, launch.tid), []), launch.start_ns) if launch else None
+            args = kernel.args if kernel.args.collective else call.args if call else _NO_ARGS
             name = _device_name(kernel, annotation, args, launched)
-            if name is None:
-                continue
-            size, ranks = _message(args)
-            if size is None and launch:
-                size = _input_bytes(launch.args)
-            yield Collective(
-                name=name,
-                group=str(args.get("Process Group Name", "")),
-                bytes=size,
-                start_ns=kernel.start_ns,
-                end_ns=kernel.end_ns,
-                device="cuda",
-                ranks=ranks,
-            )
+            if name is not None:
+                yield _collective(kernel, row, name, _message(args, launch), args.number)
 
 
-def _lane_part(value: Any) -> Any:
-    """Return a process or thread as a key; a damaged file may have a value that is none."""
-    return value if isinstance(value, int | str | None) else str(value)
+def _collective(event: FullEvent, row: int, name: str, message: _Message, sequence: int = -1) -> Collective:
+    group, size, ranks = message
+    return Collective(
+        name=name,
+        group=group,
+        bytes=size,
+        start_ns=event.start_ns,
+        end_ns=event.end_ns,
+        device="cuda" if event.cat == "kernel" else "host",
+        sequence=sequence,
+        ranks=ranks,
+        row=row,
+    )
 
 
-def _device_name(
-    kernel: NamedEvent, annotation: NamedEvent | None, args: dict[str, Any], launched: set[str]
-) -> str | None:
+def _device_name(kernel: FullEvent, annotation: FullEvent | None, args: FullArgs, launched: set[str]) -> str | None:
     """Return the collective of a kernel, or None where it is point-to-point or not known."""
     if annotation:
         name = _called(annotation)
-    elif args.get("Collective name"):
-        name = common_name(str(args["Collective name"]))
+    elif args.collective:
+        name = common_name(args.collective)
     else:
         name = _of_kernel(kernel.name) or ""
         # An all-to-all is made of sends; where the program sends nothing else, they are all-to-alls.
@@ -225,34 +230,38 @@ def _device_name(
 
 def common_name(name: str) -> str:
     """Return one name for the spellings of a collective."""
-    return _CALL_NAMES.get(name, name)
+    bare = name.lower().replace("_", "")
+    return next((common for spelled, common in _SPELLED.items() if spelled in bare), name)
 
 
-def _called(annotation: NamedEvent) -> str:
+def _called(annotation: FullEvent) -> str:
     return common_name(annotation.name.partition(":")[2])
 
 
-def _latest(events: list[NamedEvent], moment: int) -> NamedEvent | None:
+def _latest(events: list[FullEvent], moment: int) -> FullEvent | None:
     """Return the latest event that started until a moment, if it had not ended before; the events are by start."""
     at = bisect_right(events, moment, key=_start) - 1
     return events[at] if at >= 0 and events[at].end_ns >= moment else None
 
 
-def _message(args: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the bytes of a collective, of a gathered or scattered tensor the whole, and its ranks."""
-    counts = [count for part in ("In", "Out") if (count := _whole(args.get(f"{part} msg nelems"))) is not None]
-    item = _item_bytes(args.get("dtype"))
-    size = None if not counts or item is None else _bounded(max(counts) * item)
-    return size, None if size is None else _whole(args.get("Group size"))
+def _message(args: FullArgs, launch: FullEvent | None) -> _Message:
+    """Return a collective's group, its bytes, of a gathered or scattered tensor the whole, and its ranks.
+
+    Without the sizes of messages, the bytes are those of the inputs of its launch.
+    """
+    count, item = max(args.sent, args.received), item_bytes(args.dtype)
+    size = None if count < 0 or item is None else _bounded(count * item)
+    ranks = None if size is None or args.ranks < 0 else args.ranks
+    return args.group, _input_bytes(launch.args) if size is None and launch else size, ranks
 
 
-def _input_bytes(args: dict[str, Any]) -> int | None:
-    dims, types = args.get("Input Dims"), args.get("Input type")
+def _input_bytes(args: FullArgs) -> int | None:
+    dims, types = (msgspec.json.decode(text) if bytes(text) else None for text in (args.input_dims, args.input_types))
     if not isinstance(dims, list) or not isinstance(types, list):
         return None
     total = 0
     for shape, kind in zip(dims, types, strict=False):
-        item = _item_bytes(kind)
+        item = item_bytes(kind)
         if item is None or not isinstance(shape, list):
             return None
         for size in shape:
@@ -266,125 +275,19 @@ def _bounded(size: int) -> int | None:
     return size if -_LARGEST < size < _LARGEST else None
 
 
-def _item_bytes(kind: Any) -> int | None:
-    return _ITEM_BYTES.get(str(kind).lower().removeprefix("c10::").replace(" ", ""))
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _nanoseconds(value: Any) -> int | None:
-    if not isinstance(value, int | Decimal):
-        return None
-    return round(value * 1000) if -_LARGEST < value < _LARGEST else None
-
-
-def _scan(trace: Path, found: _Found) -> Iterator[dict[str, Any]]:
-    """Yield the events that contain one of `_WORDS` as a name; set the trace's base time when it is read."""
-    try:
-        with open_trace(trace) as stream:
-            last: dict[str, Any] | None = None
-            for text, begin, end in _pieces(stream):
-                for at in sorted(_places(text, begin, end)):
-                    if base := BASE_TIME.match(text, at):
-                        found.base_ns = int(base[1])
-                    elif (event := _event_around(text, at)) and event != last:  # its arguments may have a word too
-                        last = event
-                        yield event
-    except UNREADABLE as error:
-        raise ArtifactError(f"{trace}: cannot be read ({error}); copy it again, or record the trace again") from error
-
-
-def _pieces(stream: IO[bytes]) -> Iterator[tuple[bytes, int, int]]:
-    """Yield a text and the part to search, with room for a whole event before and after."""
-    text, begin = b"", 0
-    while True:
-        data = stream.read(_CHUNK)
-        text += data
-        end = len(text) - _LONGEST if data else len(text)
-        if end > begin:
-            yield text, begin, end
-            first = max(0, end - _LONGEST)
-            text, begin = text[first:], end - first
-        if not data:
-            return
-
-
-def _places(text: bytes, begin: int, end: int) -> Iterator[int]:
-    for word in _WORDS:
-        at = text.find(word, begin, end + len(word) - 1)
-        while at >= 0:
-            if text[at - 1 : at] != b"\\":  # else it is part of a string
-                yield at
-            at = text.find(word, at + 1, end + len(word) - 1)
-
-
-_DECODE: Final = json.JSONDecoder(parse_float=Decimal, strict=False).raw_decode
-
-
-def _event_around(text: bytes, at: int) -> dict[str, Any] | None:
-    """Return the event around a word; the object around it may be the event's arguments, then the next outer one."""
-    opening, limit = at, max(0, at - _LONGEST)
-    for _ in range(_OPENINGS_TO_TRY):
-        opening = text.rfind(b"{", limit, opening)
-        if opening < 0:
-            return None
-        try:
-            event = _DECODE(text[opening : at + _LONGEST].decode(errors="replace"))[0]
-        except (ValueError, ArithmeticError, RecursionError):  # a decimal's exponent has more digits than fit
-            continue
-        if isinstance(event, dict) and "ph" in event:
-            return event
-    return None
-
-
-def trace_arrivals(columns: TraceColumns) -> tuple[Collective, ...]:
-    """Return the collectives of a trace as :func:`collectives` does, by start."""
-    events = _Found(base_ns=columns.origin_ns)
-    for event in columns.collectives:
-        events.place(event)
-    return tuple(events.collectives())
-
-
-class Launchers:
-    """The annotations and calls on the host inside which collectives were launched, by lane."""
-
-    def __init__(self, columns: TraceColumns) -> None:
-        self._columns = columns
-        self._events: dict[tuple[int, int], list[NamedEvent]] = defaultdict(list)
-        for event in sorted(columns.collectives, key=_start):
-            self._events[int(columns.lanes[event.row]), int(columns.kinds[event.row])].append(event)
-
-    def describe(self, launch: int) -> tuple[str, str, int | None, int | None] | None:
-        """Return name, group, bytes and ranks of the collective that a call launched, None where that is unknown.
-
-        The name is that of the ``nccl:NAME`` annotation; group and size are those of ``record_param_comms``.
-        """
-        if launch < 0:
-            return None
-        lane, moment = int(self._columns.lanes[launch]), int(self._columns.starts[launch])
-        annotation, call = (self._around(lane, kind, moment) for kind in (Kind.ANNOTATION, Kind.OPERATOR))
-        if annotation is None:
-            return None
-        args = call.args if call else {}
-        size, ranks = _message(args)
-        if size is None:
-            size = _input_bytes(annotation.args)
-        return _called(annotation), str(args.get("Process Group Name", "")), size, ranks
-
-    def _around(self, lane: int, kind: int, moment: int) -> NamedEvent | None:
-        found = _latest(self._events.get((lane, kind), []), moment)
-        return found if found and found.end_ns > moment else None
+def collective_events(columns: TraceColumns) -> CollectiveEvents:
+    """Return the events of collectives among a trace's columns."""
+    found = CollectiveEvents()
+    for row, event in columns.collectives.items():
+        found.place(event, row)
+    return found.sort()
 
 
 def plain_name(kernel: str) -> str:
     """Return the collective in a kernel's name: `ncclDevKernel_AllReduce_Sum_f32_RING` is an all_reduce."""
     if (name := _of_kernel(kernel)) is not None:
         return name or _UNKNOWN
-    function = plain_kernel(kernel).partition("(")[0].partition("<")[0]
-    bare = function.lower().replace("_", "")
-    return next((name for spelled, name in _SPELLED.items() if spelled in bare), function)
+    return common_name(plain_kernel(kernel).partition("(")[0].partition("<")[0])
 
 
 def _of_kernel(kernel: str) -> str | None:

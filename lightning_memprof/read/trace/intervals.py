@@ -6,7 +6,7 @@ intervals; those on events take columns in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -145,13 +145,6 @@ def nesting_order(starts: Sequence[int] | Column, ends: Sequence[int] | Column) 
     return np.lexsort((-end, begin))
 
 
-def in_order(starts: Sequence[int], ends: Sequence[int]) -> Iterator[int]:
-    """Yield the positions of :func:`nesting_order` as Python numbers, a block at a time: they take 30 bytes each."""
-    order = nesting_order(starts, ends)
-    for first in range(0, len(order), _BLOCK):
-        yield from order[first : first + _BLOCK].tolist()
-
-
 def nest(starts: Sequence[int] | Column, ends: Sequence[int] | Column, *, slack: int | None = 0) -> Nesting:
     """Find the innermost event around each event of one thread.
 
@@ -169,7 +162,7 @@ def nest(starts: Sequence[int] | Column, ends: Sequence[int] | Column, *, slack:
     parents = np.full(len(order), -1, np.int64)
     open_ends: list[int] = []
     open_events: list[int] = []
-    for first in range(0, len(order), _BLOCK):  # as in `in_order`
+    for first in range(0, len(order), _BLOCK):  # as Python numbers they take 30 bytes each
         block = order[first : first + _BLOCK]
         found = []
         for event, start, stop in zip(block.tolist(), begin[block].tolist(), end[block].tolist(), strict=True):
@@ -285,11 +278,3 @@ def nearest(parents: Column, marked: NDArray[np.bool_]) -> Column:
         if np.array_equal(further, found):
             return found[:-1]
         found = further
-
-
-def outermost(starts: Column, ends: Column) -> Column:
-    """Return the positions of the events that start in no other one, by start."""
-    order = nesting_order(starts, ends)
-    reach = np.maximum.accumulate(ends[order])
-    found: Column = order[np.append(True, starts[order][1:] >= reach[:-1])[: len(order)]]
-    return found

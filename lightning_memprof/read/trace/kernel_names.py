@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -75,22 +75,18 @@ def kernel_name(name: str, *, with_sizes: bool = False) -> str:
 def kernel_names(names: Iterable[str]) -> list[str]:
     """Return the short names of kernels.
 
-    Kernels that would then share a name have their numbers and types too; if those are equal, the part of the
-    arguments that differs: ``GemmUniversal<…256x128…>``.
+    Kernels that would then share a name have their numbers and types too; those that still share it are numbered:
+    ``GemmUniversal #2``.
     """
     full = list(names)
-    shown: dict[str, str] = {}
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in dict.fromkeys(full):
-        groups[kernel_name(name)].append(name)
-    for short, alike in groups.items():
-        sized = [kernel_name(name, with_sizes=True) for name in alike]
-        if len(alike) == 1:
-            shown[alike[0]] = short
-        elif len(set(sized)) == len(alike):
-            shown |= zip(alike, sized, strict=True)
-        else:
-            shown |= zip(alike, _distinct(alike), strict=True)
+    shown = {name: kernel_name(name) for name in full}
+    shared = Counter(shown.values())
+    numbers = Counter[str]()
+    for name, short in shown.items():
+        if shared[short] > 1:
+            sized = kernel_name(name, with_sizes=True)
+            numbers[sized] += 1
+            shown[name] = sized if numbers[sized] == 1 else f"{sized} #{numbers[sized]}"
     return [shown[name] for name in full]
 
 
@@ -193,28 +189,3 @@ def _demangled(name: str) -> str:
             text += "<" if name[place] == "I" else ""
             place += 1
     return text
-
-
-def _distinct(alike: list[str]) -> list[str]:
-    """Return the function with the part of the arguments that differs."""
-    kernels = [_kernel(name) for name in alike]
-    rests = [f"<{', '.join(kernel.arguments)}>" if kernel and kernel.arguments else "" for kernel in kernels]
-    base = kernel_name(alike[0]).partition("<")[0]
-    if len(set(rests)) < len(rests):
-        rests = [plain_kernel(name).removeprefix(base) for name in alike]
-    front = _common(rests)
-    ends = [rest[front:][::-1] for rest in rests]
-    back = max(min(_common(ends), *(len(end) - 1 for end in ends)), 0)
-    parts = [rest[front : len(rest) - back] for rest in rests]
-    before = "" if not front else "<" if front == 1 else "<…"
-    after = "" if not back else f"{'…' * (back > 1)}{rests[0][-1]}"
-    return [f"{base}{before}{part}{after}" for part in parts]
-
-
-def _common(texts: list[str]) -> int:
-    """Return the length of the common beginning of some texts, up to the end of a word or a number."""
-    least, most = min(texts), max(texts)
-    length = next((place for place, letter in enumerate(least) if letter != most[place]), len(least))
-    while length and least[length - 1].isalnum():
-        length -= 1
-    return length

@@ -1,8 +1,8 @@
 """The text of a JSON trace, plain or gzip-compressed, in pieces of whole events and in bounded memory.
 
-A piece is about a MiB. It ends where one event ends and the next begins, which the bytes `}, {"ph"` show without
-parsing: inside a valid JSON string the quotes would be escaped. Where that fails (another first key, an array of
-objects inside an event) the splitter counts brackets.
+A piece is about a MiB. It ends where one event ends and the next begins, which the bytes `}, {"ph` show without
+parsing: inside a valid JSON string the quote would be escaped. Where that fails (an array of objects inside an event)
+the splitter counts brackets.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from isal import igzip, isal_zlib
 
-from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.trace_rewriting import original_categories
 from lightning_memprof.errors import ArtifactError
 
@@ -25,6 +25,9 @@ _T = TypeVar("_T")
 # isal's stub calls its exception class an instance.
 UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 """Errors of reading a file that is missing, damaged or truncated."""
+
+LARGEST: Final = 1 << 62
+"""Sums of two such numbers still fit into 64 bits; a larger number in a column is damage."""
 
 MERGED_TRACES: Final = "mergedTraces"
 """Key of a merged trace's metadata: the number of traces that it was made from."""
@@ -49,8 +52,8 @@ _UNWATCHED: Final = 64 << 20
 # seconds.
 _MOST_TOKENS: Final = 1_000_000
 _MOST_DEPTH: Final = 500
-_MOST_TRIES: Final = 1_000
-_GAP: Final = 256
+# Most events are shorter: the last one begins in this part of a buffer.
+_TAIL: Final = 1 << 14
 # Times since 1970 lose their first digits: the rest counts from eight or nine of these before the first event.
 _BUCKET_US: Final = 10_000_000_000
 
@@ -60,19 +63,17 @@ _TOKEN: Final = re.compile(_STRING + rb'|["\[\]{}]', re.DOTALL)
 _COMMA: Final = re.compile(rb"\s*,")
 _OPENING: Final = frozenset({b"{", b"["})
 _BRACKETS: Final = _OPENING | {b"}", b"]"}
-_BETWEEN_EVENTS: Final = re.compile(rb"\}\s*,\s*\{\s*\Z")
-_FIRST_KEY: Final = re.compile(rb'\s*\{\s*("[^"\\]*")')
-# With which events begin; metadata may have another order than the others.
-_KEYS: Final = (b'"ph"', b'"name"', b'"cat"', b'"pid"', b'"tid"', b'"ts"', b'"args"')
+# The end of an event and the first key of the next one: in a string, a letter cannot follow a quote.
+_BETWEEN_EVENTS: Final = re.compile(rb'\}\s*,\s*\{\s*"\w')
 _ARRAY_OPENS: Final = re.compile(rb"\s*:\s*\[")
 _NAME_LINE: Final = re.compile(rb'^([ \t]*"name": ")(.*)(",?[ \t]*)$', re.MULTILINE)
 _BARE_QUOTE: Final = re.compile(rb'(?<!\\)"')
 # A string need not end: else each escaped quote of a string that continues after the buffer would begin another.
 _NON_FINITE: Final = re.compile(_STRING + rb"?|([-+]?\b(?:nan|inf(?:inity)?)\b)", re.IGNORECASE | re.DOTALL)
-# torch.autograd.profiler's lists have no categories: the process is the kind of an event.
-_LEGACY_PROCESS: Final = re.compile(rb'"pid":\s*"(\w+) functions"')
-_LEGACY_HOST: Final = b'"cat":"cpu_op","pid":"CPU functions"'
-_LEGACY_DEVICE: Final = b'"cat":"kernel","pid":0'
+# Lists that torch's EventList writes have no categories: the process is the kind of an event.
+_LIST_PROCESS: Final = re.compile(rb'"pid":\s*"(\w+) functions"')
+_LIST_HOST: Final = b'"cat":"cpu_op","pid":"CPU functions"'
+_LIST_DEVICE: Final = b'"cat":"kernel","pid":0'
 # 16 digits of microseconds since 1970 and a fraction: more than a double holds.
 _EPOCH_TS: Final = re.compile(rb'("ts":\s*)(\d{16})(?=[.,\s}])')
 _EPOCH_TS_WITH_FRACTION: Final = re.compile(rb'("ts":\s*)(\d{16})\.\d')
@@ -94,10 +95,15 @@ class TraceText:
         """Bytes read of the file, as it is on disk, perhaps compressed."""
 
     @property
+    def base_ns(self) -> int:
+        """Unix epoch time in ns from which the times in the file count, 0 where unknown; right once all were read."""
+        base = self.metadata.get("baseTimeNanoseconds")
+        return base if type(base) is int and 0 <= base < LARGEST else 0
+
+    @property
     def time_origin_ns(self) -> int:
         """Unix epoch time in ns from which `ts` counts; right once all events were read."""
-        base = self.metadata.get("baseTimeNanoseconds", 0)
-        return (base if isinstance(base, int) else 0) + self.ts_offset_us * 1000
+        return self.base_ns + self.ts_offset_us * 1000
 
     @property
     def merged_traces(self) -> int:
@@ -121,9 +127,8 @@ class TraceText:
             ArtifactError: the file is missing, no gzip data under a name that ends in `.gz`, truncated, or no trace.
         """
         try:
-            with _open(self.path) as raw:
-                originally = decode if as_written else _originally(decode)
-                yield from self._read(raw, _plain(raw), originally, chunk)
+            with open_trace(self.path) as (raw, stream):
+                yield from self._read(raw, stream, decode if as_written else _originally(decode), chunk)
         except EOFError as error:
             raise _truncated(self.path) from error
         except RecursionError as error:
@@ -175,17 +180,13 @@ class _Splitter:
     """Cuts complete events off the front of a buffer."""
 
     def __init__(self, path: Path, sample: bytes, decode: Callable[[bytes], list[Any]]) -> None:
-        first = _FIRST_KEY.match(sample)
         epoch = _EPOCH_TS_WITH_FRACTION.search(sample)
         bucket = int(epoch[2]) // _BUCKET_US if epoch else 0
         self._path = path
-        self._keys = dict.fromkeys((first[1] if first else _KEYS[0], *_KEYS))
         self._decode = decode
         # Some time before the first event, so that no time becomes negative.
         self.ts_offset_us = (bucket - 8) * _BUCKET_US if epoch else 0
-        self._prefixes = [
-            (b"%b%d" % (epoch[1], bucket + near), b"%b%d" % (epoch[1], 8 + near)) for near in (0, 1, -1) if epoch
-        ]
+        self._prefix = (b"%b%d" % (epoch[1], bucket), b"%b8" % epoch[1]) if epoch else None
 
     def split(self, buffer: bytes, *, at_end: bool) -> _Piece:
         """Cut off the complete events.
@@ -216,17 +217,10 @@ class _Splitter:
         ) from failure
 
     def _quick_cut(self, buffer: bytes) -> tuple[int, int, bool] | None:
-        for key in self._keys:
-            at = buffer.rfind(key)
-            tries = 0
-            while at > 0 and tries < _MOST_TRIES:
-                tries += 1
-                gap = _BETWEEN_EVENTS.search(buffer, max(0, at - _GAP), at)
-                if gap:
-                    # Most files keep one order of keys: searching for another one first costs as much as parsing.
-                    self._keys = dict.fromkeys((key, *self._keys))
-                    return gap.start() + 1, buffer.index(b",", gap.start()) + 1, False
-                at = buffer.rfind(key, 0, at)
+        for begin in (max(0, len(buffer) - _TAIL), 0):
+            gaps = [gap.start() for gap in _BETWEEN_EVENTS.finditer(buffer, begin)]
+            if gaps:
+                return gaps[-1] + 1, buffer.index(b",", gaps[-1]) + 1, False
         return None
 
     def _careful_cut(self, buffer: bytes) -> tuple[int, int, bool] | None:
@@ -254,18 +248,13 @@ class _Splitter:
 
     def _events(self, piece: memoryview) -> list[Any]:
         text = b"".join((b"[", piece, b"]"))
-        return self._decode(self._without_prefix(text) if self._prefixes else text)
+        return self._decode(self._less_offset(text, *self._prefix) if self._prefix else text)
 
-    def _without_prefix(self, piece: bytes) -> bytes:
+    def _less_offset(self, piece: bytes, prefix: bytes, short: bytes) -> bytes:
         """Subtract the offset from every `ts`; if all begin alike, change the first digits, which is far faster."""
-        left = piece.count(b'"ts":')
-        for prefix, short in self._prefixes:
-            if left:
-                shortened = piece.replace(prefix, short)
-                left -= (len(piece) - len(shortened)) // (len(prefix) - len(short))
-                piece = shortened
-        if not left:
-            return piece
+        shortened = piece.replace(prefix, short)
+        if len(piece) - len(shortened) == piece.count(b'"ts":') * (len(prefix) - len(short)):
+            return shortened
         return _EPOCH_TS.sub(lambda found: b"%b%d" % (found[1], int(found[2]) - self.ts_offset_us), piece)
 
 
@@ -275,42 +264,29 @@ def _originally(decode: Callable[[bytes], list[_T]]) -> Callable[[bytes], list[_
 
 def _with_categories(decode: Callable[[bytes], list[_T]]) -> Callable[[bytes], list[_T]]:
     return lambda text: decode(
-        _LEGACY_PROCESS.sub(lambda found: _LEGACY_HOST if found[1] == b"CPU" else _LEGACY_DEVICE, text)
+        _LIST_PROCESS.sub(lambda found: _LIST_HOST if found[1] == b"CPU" else _LIST_DEVICE, text)
     )
 
 
-def open_trace(path: Path) -> IO[bytes]:
-    """Open the text of a regular file, whatever it holds; its first bytes show whether it is compressed.
+@contextmanager
+def open_trace(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a trace; yield the file as it is on disk, and its text: the first bytes show whether it is compressed.
 
     Raises:
+        ArtifactError: no such file, an empty one, or no gzip data under a name that ends in `.gz`.
         OSError: it cannot be opened.
     """
-    with open_plain(path) as raw:
-        packed = raw.read(2) == _GZIP
-    opened: IO[bytes] = igzip.open(path, "rb") if packed else path.open("rb")  # type: ignore[no-untyped-call]
-    return opened
-
-
-def _open(path: Path) -> IO[bytes]:
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; a trace is a file named *.pt.trace.json or *.pt.trace.json.gz")
-    return path.open("rb")
-
-
-def _plain(raw: IO[bytes]) -> IO[bytes]:
-    """Return the file's text as a byte stream; its first bytes show whether it is compressed."""
-    path = Path(raw.name)
-    magic = raw.read(2)
-    raw.seek(0)
-    if not magic:
-        raise ArtifactError(f"{path}: is empty; its writer was stopped: record the trace again")
-    if magic == _GZIP:
+    with path.open("rb") as raw:
+        magic = raw.read(2)
+        raw.seek(0)
+        if not magic:
+            raise ArtifactError(f"{path}: is empty; its writer was stopped: record the trace again")
+        if magic != _GZIP and path.suffix == ".gz":
+            raise ArtifactError(f"{path}: is named .gz but is not gzip data; compress it, or remove the suffix")
         untyped: Any = igzip.IGzipFile
-        compressed: IO[bytes] = untyped(fileobj=raw, mode="rb")
-        return compressed
-    if path.suffix == ".gz":
-        raise ArtifactError(f"{path}: is named .gz but is not gzip data; compress it, or remove the suffix")
-    return raw
+        yield raw, untyped(fileobj=raw, mode="rb") if magic == _GZIP else raw
 
 
 def _truncated(path: Path) -> ArtifactError:

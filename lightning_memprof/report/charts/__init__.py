@@ -14,22 +14,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from lightning_memprof.account.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
-from lightning_memprof.account.snapshot.replay import replay
+from lightning_memprof.account.memory.blocks import Blocks, read_blocks, replayed_blocks, with_held
 from lightning_memprof.account.snapshot.report import SnapshotReport
-from lightning_memprof.account.trace.device import device_timeline
 from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.account.trace.table import device_timeline
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge.device_bound import busy
 from lightning_memprof.read.run.model import Run
-from lightning_memprof.read.snapshot.reader import read_snapshot
 from lightning_memprof.report.charts.embed import Chart
 from lightning_memprof.report.charts.holders import holder_path, holders_chart, site_path
 from lightning_memprof.report.charts.memory import memory_chart
 from lightning_memprof.report.charts.ranks import ranks_chart
-from lightning_memprof.report.charts.steps import run_memory_chart, steps_chart, throughput_chart
+from lightning_memprof.report.charts.steps import run_memory_chart, steps_chart
 from lightning_memprof.report.charts.system import system_chart
-from lightning_memprof.report.charts.traces import shares_chart, timeline_chart
+from lightning_memprof.report.charts.traces import timeline_chart
 from lightning_memprof.report.charts.trial import trial_chart
 from lightning_memprof.report.sections.memory import peak_allocations
 from lightning_memprof.report.sections.snapshots import snapshot_peak
@@ -49,7 +47,6 @@ def charts(view: View) -> dict[str, Chart]:
     lead = run.lead
     made = [
         steps_chart(view, lead),
-        throughput_chart(view, lead),
         run_memory_chart(lead),
         *_window_memory(view, run),
         ranks_chart(view.across),
@@ -63,7 +60,7 @@ def charts(view: View) -> dict[str, Chart]:
 def file_charts(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport] = ()) -> dict[str, Chart]:
     """Return the charts of traces and snapshots by their ids, which count them in the order of the page."""
     ordered = sorted(traces, key=busy)
-    made = [shares_chart(ordered), *_timelines(ordered[:_FILES])]
+    made: list[Chart | None] = list(_timelines(ordered[:_FILES]))
     made += islice(_of_snapshots(sorted(snapshots, key=snapshot_peak, reverse=True)), 2 * _FILES)
     return {chart.id: chart for chart in made if chart is not None}
 
@@ -73,22 +70,18 @@ def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
     memory = view.memory.lead
     highest = peak_allocations(memory)
     files = {allocation.window: allocation.trace for allocation in memory.allocations if allocation.devices}
-    path = files.get(highest[0]) if highest else None
-    window = highest[0] if highest else None
+    window, device = highest or (None, None)
+    path = files.get(window)
     if path is None:
         last = [trace for trace in run.files("trace", rank=run.lead.rank) if trace.window is not None]
         path, window = (last[-1].file, last[-1].window) if last else (None, None)
     where = f"window {window} of rank {run.lead.rank}"
-    device = highest[1].device if highest else None
-    for lives in _lives(path):
-        if device is None or lives.device == device:
-            held = _held(view, window)
-            if held and lives.device == run.lead.facts.device:
-                lives = with_held(lives, held)  # noqa: PLW2901 the same blocks, above the earlier bytes
-            yield memory_chart(lives, "memory", where)
-            break
-    if highest:
-        sites = ((site_path(site), site.bytes, site.blocks) for site in highest[1].sites)
+    blocks = next((blocks for blocks in _blocks(path) if device is None or blocks.device == device.device), None)
+    if blocks is not None:
+        held = _held(view, window) if blocks.device == run.lead.facts.device else {}
+        yield memory_chart(with_held(blocks, held) if held else blocks, "memory", where)
+    if device is not None:
+        sites = ((site_path(site), site.bytes, site.blocks) for site in device.sites)
         yield holders_chart(sites, "holders", where)
 
 
@@ -102,14 +95,9 @@ def _held(view: View, window: int | None) -> Mapping[str, int]:
     return {name: size for name, size in memory.peak.categories.items() if size is not None}
 
 
-def _lives(path: Path | None) -> tuple[BlockLives, ...]:
+def _blocks(path: Path | None) -> tuple[Blocks, ...]:
     try:
-        if path is None or path.stat().st_size > _MAX_BYTES:
-            return ()
-        if ".pickle" not in path.name:
-            return lives_of_trace(path)
-        snapshot = read_snapshot(path)
-        return tuple(lives_of_replay(replay(snapshot, device)) for device in snapshot.devices)
+        return read_blocks(path) if path is not None and path.stat().st_size <= _MAX_BYTES else ()
     except (ArtifactError, OSError):  # reported with the run's problems
         return ()
 
@@ -132,7 +120,7 @@ def _of_snapshots(snapshots: Sequence[SnapshotReport]) -> Iterator[Chart]:
             where = f"{snapshot.file.name}, cuda:{device.device}"
             held = ((holder_path(holder), holder.bytes, holder.blocks) for holder in device.holders_at_peak)
             for chart in (
-                memory_chart(lives_of_replay(device), f"allocations-{number}-{device.device}", where),
+                memory_chart(replayed_blocks(device), f"allocations-{number}-{device.device}", where),
                 holders_chart(held, f"sites-{number}-{device.device}", where),
             ):
                 if chart is not None:

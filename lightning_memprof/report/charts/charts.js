@@ -121,30 +121,6 @@
     }
   };
 
-  const filtering = (element, doc) => {
-    const select = element.querySelector("select");
-    const output = element.querySelector("output");
-    if (select === null) return;
-    const pairs = [];
-    for (const renderer of doc._all_models.values()) {
-      const filter = renderer.type === "GlyphRenderer" ? renderer.view.filter : undefined;
-      if (filter !== undefined && filter.tags.includes("size")) pairs.push([renderer.data_source.data.size, filter]);
-    }
-    const apply = () => {
-      const least = Number(select.value);
-      let shown = 0, all = 0;
-      for (const [sizes, filter] of pairs) {
-        const booleans = Array.from(sizes, (size) => size >= least);
-        shown += booleans.filter(Boolean).length;
-        all += booleans.length;
-        if (least > 0 || filter.booleans !== null) filter.booleans = booleans;
-      }
-      output.textContent = `${shown.toLocaleString("en")} of ${all.toLocaleString("en")} blocks are shown`;
-    };
-    select.addEventListener("change", apply);
-    apply();
-  };
-
   // A path for each of 100,000 rectangles takes a second: plain filled ones are filled in one pass. If a later bokeh
   // renames this method, its own drawing is used.
   const quicken = () => {
@@ -165,9 +141,10 @@
   });
 
   const draw = async (element) => {
-    if (element.dataset.state !== undefined) return;
-    element.dataset.state = "drawing";
     const place = element.querySelector(".chart-place");
+    // In a folded section there may be no room yet; the chart is drawn when it is seen.
+    if (element.dataset.state !== undefined || !place.clientWidth) return;
+    element.dataset.state = "drawing";
     try {
       const started = performance.now();
       const { item, strings } = JSON.parse(element.querySelector("script").textContent);
@@ -176,7 +153,6 @@
       const doc = Bokeh.documents.find((one) => one.get_model_by_id(item.root_id) !== null);
       documents.push(doc);
       places.set(doc, place);
-      filtering(element, doc);
       fitting(doc);
       await frame();
       element.dataset.milliseconds = Math.round(performance.now() - started);

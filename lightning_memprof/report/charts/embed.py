@@ -6,7 +6,6 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
 from importlib.resources import files
 from typing import Final
 
@@ -15,13 +14,11 @@ from bokeh.embed import json_item
 from bokeh.models import Model
 
 from lightning_memprof.report.printers.values import clean
-from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
 # Longer texts are not stacks; --format json has all of them.
 _MAX_TEXT: Final = 4000
 # Escapes of a JSON string, matched from the left: an escaped backslash does not start an escape.
 _ESCAPE: Final = re.compile(r"\\(?:ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|u[0-9a-f]{4}|.)")
-_LIMITS: Final = (KIB, 16 * KIB, 256 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB, 4 * GIB)
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,21 +37,12 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     html: str
 
 
-class Extra(msgspec.Struct, frozen=True, kw_only=True):
-    """Additions to a chart of many blocks: texts that columns refer to by index, and the sizes of the filter."""
-
-    strings: Sequence[str] = ()
-    largest_bytes: int = 0
-
-
-def made(chart_id: str, title: str, summary: str, model: Model, *, height: int, extra: Extra | None = None) -> Chart:
-    """Return a chart."""
-    extra = extra or Extra()
-    data = {"item": json_item(model), "strings": [_short(text) for text in extra.strings]}
+def made(chart_id: str, title: str, summary: str, model: Model, *, height: int, strings: Sequence[str] = ()) -> Chart:
+    """Return a chart; its columns refer to the ``strings`` by index."""
+    data = {"item": json_item(model), "strings": [_short(text) for text in strings]}
     label = html.escape(clean(title))
     written = (
         f'<figure class="chart" id="chart-{html.escape(chart_id)}" role="group" aria-label="{label}">'
-        f"{_size_filter(chart_id, extra.largest_bytes)}"
         f'<div class="chart-place" style="min-height:{height}px"></div>'
         f"<figcaption>{html.escape(clean(summary))}</figcaption>"
         f'<script type="application/json">{inert(json.dumps(data, separators=(",", ":")))}</script>'
@@ -83,23 +71,10 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"
 
 
-def _size_filter(name: str, largest_bytes: int) -> str:
-    limits = [limit for limit in _LIMITS if limit <= largest_bytes]
-    if not limits:
-        return ""
-    options = "".join(f'<option value="{limit}">{format_bytes(limit)}</option>' for limit in limits)
-    return (
-        f'<p class="chart-filter"><label for="filter-{html.escape(name)}">Hide blocks smaller than</label> '
-        f'<select id="filter-{html.escape(name)}"><option value="0">none</option>{options}</select> '
-        '<output aria-live="polite"></output></p>'
-    )
-
-
-@cache
-def chart_resources() -> str:
+def chart_resources(nonce: str = "") -> str:
     """Return the style and the scripts that all charts of a page need, as HTML for its head.
 
-    About 1.3 MB, of which nearly all is bokeh's.
+    About 1.3 MB, of which nearly all is bokeh's. ``nonce`` is that of the page's policy.
     """
     library = (files("bokeh") / "server/static/js/bokeh.min.js").read_text(encoding="utf-8")
     own = files(__package__)
@@ -107,4 +82,4 @@ def chart_resources() -> str:
     starts = (own / "charts.js").read_text(encoding="utf-8")
     # "</script" ends a script element even inside a string, where the backslash changes nothing.
     scripts = (script.replace("</script", "<\\/script") for script in (library, starts))
-    return f"<style>{style}</style>" + "".join(f"<script>{script}</script>" for script in scripts)
+    return f"<style>{style}</style>" + "".join(f'<script nonce="{nonce}">{script}</script>' for script in scripts)

@@ -6,17 +6,18 @@ import heapq
 from base64 import b64encode
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 from bokeh.layouts import column
-from bokeh.models import BooleanFilter, CDSView, ColumnDataSource, HoverTool
+from bokeh.models import ColumnDataSource, HoverTool
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from lightning_memprof.account.memory.block_lives import KINDS, BlockLives, live_by_kind
-from lightning_memprof.report.charts.embed import Chart, Extra, made
+from lightning_memprof.account.memory.blocks import KINDS, Blocks, live_by_kind
+from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     MARK,
     Renderer,
@@ -47,52 +48,52 @@ _TIP: Final = (
 )
 
 
-def memory_chart(lives: BlockLives, chart_id: str, where: str) -> Chart | None:
+def memory_chart(blocks: Blocks, chart_id: str, where: str) -> Chart | None:
     """Return a window's memory over time."""
-    if not len(lives):
+    if not len(blocks):
         return None
-    moments, live = live_by_kind(lives)
-    unit, scale = time_unit(lives.end - lives.start) if lives.is_timed else ("", 1.0)
+    moments, live = live_by_kind(blocks)
+    unit, scale = time_unit(blocks.end - blocks.start) if blocks.is_timed else ("", 1.0)
     above = new_figure(_ABOVE, "", "live")
-    areas = _areas(above, [(moment - lives.start) / scale for moment in moments], live, unit)
-    peak_bytes, peak_at = _peak(above, lives, moments, live, scale)
-    below = new_figure(_BELOW, unit if lives.is_timed else "event", "blocks", x_range=above.x_range)
-    shown = lives
-    if len(lives) > MAX_BLOCKS:
-        shown = lives.at(heapq.nlargest(MAX_BLOCKS, range(len(lives)), key=lives.size.__getitem__))
-    quads = _blocks(below, shown, unit, scale)
+    areas = _areas(above, [(moment - blocks.start) / scale for moment in moments], live, unit)
+    peak_bytes, peak_at = _peak(above, blocks, moments, live, scale)
+    below = new_figure(_BELOW, unit if blocks.is_timed else "event", "blocks", x_range=above.x_range)
+    shown = blocks
+    if len(blocks) > MAX_BLOCKS:
+        shown = blocks.chosen(heapq.nlargest(MAX_BLOCKS, range(len(blocks)), key=blocks.size.__getitem__))
+    numbers, texts = shown.texts()
+    quads = _blocks(below, shown, numbers, unit, scale)
     for plot in (above, below):
         bytes_axis(plot)
     above.xaxis.visible = False
     legend(above, [(called(name), [*areas[name], *quads.get(name, ())]) for name in areas])
-    at = f", {peak_at:,.1f} {unit} after its start" if lives.is_timed else ""
-    count = format_count(len(lives), "block")
-    if shown is not lives:
+    at = f", {peak_at:,.1f} {unit} after its start" if blocks.is_timed else ""
+    count = format_count(len(blocks), "block")
+    if shown is not blocks:
         count = f"the {len(shown):,} largest of {count}"
-    place = where if lives.device in where else f"{lives.device} in {where}"
+    place = where if blocks.device in where else f"{blocks.device} in {where}"
     summary = (
-        f"Live bytes on {place} peak at {format_bytes(peak_bytes)}{at} (red){_from_before(lives)}. "
+        f"Live bytes on {place} peak at {format_bytes(peak_bytes)}{at} (red){_from_before(blocks)}. "
         f"Below: {count}; height is size, width is lifetime, vertical position is arbitrary. "
         "Categories are inferred from when a block was allocated and freed."
     )
-    extra = Extra(strings=lives.stacks, largest_bytes=max(shown.size))
     model = column(above, below, sizing_mode="stretch_width")
-    return made(chart_id, f"Memory over time, {where}", summary, model, height=_ABOVE + _BELOW, extra=extra)
+    return made(chart_id, f"Memory over time, {where}", summary, model, height=_ABOVE + _BELOW, strings=texts)
 
 
-def _from_before(lives: BlockLives) -> str:
+def _from_before(blocks: Blocks) -> str:
     """Return the part of the peak that was allocated before the first event, or that it is unknown."""
-    if not lives.knows_before:
+    if blocks.before_bytes is None:
         return "; bytes allocated before the first event, mostly parameters, are unknown and not drawn"
-    if not (before := _before_bytes(lives)):
+    if not (before := _before_bytes(blocks)):
         return ""
-    parts = [f"{called(name)} {format_bytes(size)}" for name, size in lives.held_before.items()]
+    parts = [f"{called(name)} {format_bytes(size)}" for name, size in blocks.held_before.items()]
     named = f" ({', '.join(parts)}, counted at the end of a step)" if parts else ""
     return f", {format_bytes(before)} of it allocated before the first event{named}"
 
 
-def _before_bytes(lives: BlockLives) -> int:
-    return lives.before_bytes + sum(lives.held_before.values())
+def _before_bytes(blocks: Blocks) -> int:
+    return max(0, blocks.before_bytes or 0) + sum(blocks.held_before.values())
 
 
 def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], unit: str) -> dict[str, list[Renderer]]:
@@ -117,14 +118,14 @@ def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], uni
 
 
 def _peak(
-    plot: figure, lives: BlockLives, moments: Sequence[int], live: dict[str, list[int]], scale: float
+    plot: figure, blocks: Blocks, moments: Sequence[int], live: dict[str, list[int]], scale: float
 ) -> tuple[int, float]:
     sums = [sum(values) for values in zip(*live.values(), strict=True)]
     highest = max(range(len(sums)), key=sums.__getitem__)
-    at = (moments[highest] - lives.start) / scale
+    at = (moments[highest] - blocks.start) / scale
     plot.add_layout(Span(location=at, dimension="height", line_color=MARK, line_width=1, line_dash="dashed"))
     right = 2 * highest < len(sums)
-    before = _before_bytes(lives)
+    before = _before_bytes(blocks)
     text = f"peak {format_bytes(sums[highest])}"
     if before:  # the table of peaks has the first of them
         text += f" = {PEAKS['live'].label} {format_bytes(sums[highest] - before)} + {format_bytes(before)} from before"
@@ -133,13 +134,13 @@ def _peak(
     return sums[highest], at
 
 
-def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[str, list[Renderer]]:
-    size = np.array(lives.size, dtype="i8")
-    address = np.array(lives.address, dtype="u8")
-    bottom = _bottoms(lives)
+def _blocks(plot: figure, blocks: Blocks, texts: Sequence[int], unit: str, scale: float) -> dict[str, list[Renderer]]:
+    size = np.array(blocks.size, dtype="i8")
+    address = np.array(blocks.address, dtype="i8").astype("u8")
+    bottom = _bottoms(blocks)
     columns: dict[str, NDArray[Any]] = {
-        "left": ((np.array(lives.born, dtype="i8") - lives.start) / scale).astype("f4"),
-        "right": ((np.array(lives.died, dtype="i8") - lives.start) / scale).astype("f4"),
+        "left": ((np.array(blocks.times_of(blocks.born), dtype="i8") - blocks.start) / scale).astype("f4"),
+        "right": ((np.array(blocks.times_of(blocks.died), dtype="i8") - blocks.start) / scale).astype("f4"),
         "bottom": bottom.astype("f4"),
         "top": (bottom + size).astype("f4"),
         "size": size.astype("u4" if size.max() < 1 << 32 else "f8"),
@@ -148,9 +149,9 @@ def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[st
     packed: dict[str, NDArray[Any]] = {
         "low": address & np.uint64(0xFFFFFFFF),
         "high": address >> np.uint64(32),
-        "text": np.array(lives.stack),
+        "text": np.array(texts),
     }
-    kinds = np.array(lives.kind)
+    kinds = np.array(blocks.kind)
     drawn: dict[str, list[Renderer]] = {}
     for place, name in enumerate(KINDS):
         chosen = kinds == place
@@ -158,9 +159,8 @@ def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[st
             continue
         widen = {key: b64encode(values[chosen].astype("<u4").tobytes()).decode() for key, values in packed.items()}
         source = ColumnDataSource({key: values[chosen] for key, values in columns.items()}, tags=[{"widen": widen}])
-        view = CDSView(filter=BooleanFilter(tags=["size"]))
         quad = plot.quad(
-            "left", "right", "top", "bottom", source=source, view=view, fill_color=colour(name), line_color=None,
+            "left", "right", "top", "bottom", source=source, fill_color=colour(name), line_color=None,
             hover_fill_color=MARK, hover_line_color=None,
         )  # fmt: skip
         quad.glyph.tags = ["plain"]
@@ -171,14 +171,14 @@ def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[st
     return drawn
 
 
-def _bottoms(lives: BlockLives) -> NDArray[Any]:
+def _bottoms(blocks: Blocks) -> NDArray[Any]:
     """Return the lower edges: persistent blocks are below temporary ones, which would otherwise leave holes."""
-    bottom = np.zeros(len(lives), dtype="f8")
+    bottom = np.zeros(len(blocks), dtype="f8")
     ground = 0
-    stays = [KINDS[kind] in _STAYS for kind in lives.kind]
+    stays = [KINDS[kind] in _STAYS for kind in blocks.kind]
     for wanted in (True, False):
         chosen = [i for i, block in enumerate(stays) if block is wanted]
-        part = lives.at(chosen)
+        part = blocks.chosen(chosen)
         lower = offsets(part.born, part.died, part.size)
         for i, edge in zip(chosen, lower, strict=True):
             bottom[i] = ground + edge
@@ -209,37 +209,29 @@ def offsets(born: Sequence[int], died: Sequence[int], size: Sequence[int]) -> li
 
 
 class _Holes:
-    """Free places between the blocks, in order."""
+    """Free places between the blocks, each its edges, in order."""
 
     def __init__(self) -> None:
-        self._start: list[int] = []
-        self._size: list[int] = []
+        self._edges: list[tuple[int, int]] = []
         self.top = 0
 
     def take(self, size: int) -> int:
-        for place in range(min(len(self._start), _HOLES)):
-            if self._size[place] >= size:
-                start = self._start[place]
-                self._start[place] += size
-                self._size[place] -= size
-                if not self._size[place]:
-                    del self._start[place], self._size[place]
+        for place, (start, end) in enumerate(islice(self._edges, _HOLES)):
+            if end - start >= size:
+                self._edges[place : place + 1] = [(start + size, end)] if end - start > size else []
                 return start
-        start = self.top
         self.top += size
-        return start
+        return self.top - size
 
     def free(self, start: int, size: int) -> None:
-        place = bisect_left(self._start, start)
-        if place < len(self._start) and self._start[place] == start + size:
-            size += self._size[place]
-            del self._start[place], self._size[place]
-        if place and self._start[place - 1] + self._size[place - 1] == start:
+        end = start + size
+        place = bisect_left(self._edges, (start, end))
+        if place < len(self._edges) and self._edges[place][0] == end:
+            end = self._edges.pop(place)[1]
+        if place and self._edges[place - 1][1] == start:
             place -= 1
-            start, size = self._start[place], size + self._size[place]
-            del self._start[place], self._size[place]
-        if start + size == self.top:
+            start = self._edges.pop(place)[0]
+        if end == self.top:
             self.top = start
-            return
-        self._start.insert(place, start)
-        self._size.insert(place, size)
+        else:
+            self._edges.insert(place, (start, end))

@@ -1,17 +1,18 @@
-"""Charts over the steps of a run: time by phase, throughput, memory."""
+"""Charts over the steps of a run: time by phase, and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from bokeh.models import ColumnDataSource
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
+from numpy.typing import NDArray
 
 from lightning_memprof.account.parts import PHASE_PARTS
-from lightning_memprof.account.steps.statistics import Timing, device_timing, host_timing
+from lightning_memprof.account.steps.statistics import Clock, pulse_timing
 from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.report.charts.embed import Chart, made
@@ -20,8 +21,8 @@ from lightning_memprof.report.charts.style import (
     Renderer,
     bytes_axis,
     colour,
+    firsts,
     from_zero,
-    grouped,
     hover,
     label,
     legend,
@@ -41,21 +42,15 @@ _WINDOWS: Final = 40
 # flatten the others.
 _TALL: Final = 3.0
 
-
-class _Times:
-    """Durations and phases of steps in ms, one row a step."""
-
-    def __init__(self, rows: Sequence[tuple[int, int, Sequence[int | None]]]) -> None:
-        self.steps = np.array([step for step, _, _ in rows], dtype=np.int64)
-        self.total = np.array([duration for _, duration, _ in rows], dtype=float) / 1e6
-        self.phases = np.array([[ns or 0 for ns in phases] for _, _, phases in rows], dtype=float) / 1e6
-        self.known = [any(row[2][place] is not None for row in rows) for place in range(len(PHASE_PARTS))]
+Array: TypeAlias = "NDArray[Any]"
+Timed: TypeAlias = "tuple[int, int, Sequence[int | None]]"
+"""A step, its duration and its phases, in ns."""
 
 
 def steps_chart(view: View, lead: Rank) -> Chart | None:
     """Return the steps of the lead rank as stacked bars of their phases; None where no step was timed."""
-    clock = view.lead.statistics.clock if view.lead.statistics else "host"
-    rows = _timed(lead.pulse, device_timing if clock == "device" else host_timing)
+    clock: Clock = view.lead.statistics.clock if view.lead.statistics else "host"
+    rows = _timed(lead.pulse, clock)
     source = f"the pulse, on the {clock}'s clock"
     if not rows:
         rows = [
@@ -67,64 +62,60 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
         source = "the recorded steps of the windows"
     if not rows:
         return None
-    times = _Times(rows)
-    groups = grouped(len(rows), _BARS)
+    total = np.array([duration for _, duration, _ in rows]) / 1e6
+    starts = firsts(len(rows), _BARS)
+    is_grouped = len(starts) < len(rows)
     plot = new_figure(_HEIGHT, "step", "step time, ms")
-    columns = _bars(times, groups)
-    shown = [part for part, known in zip(PHASE_PARTS.values(), times.known, strict=True) if known]
+    columns = _bars(rows, total, starts)
+    shown = [part for place, part in enumerate(PHASE_PARTS.values()) if any(row[2][place] is not None for row in rows)]
     tips = [("step", "@name"), ("duration", "@total{0,0.00} ms")]
-    if len(groups) < len(rows):
+    if is_grouped:
         tips.append(("max", "@slowest{0,0.00} ms"))
     items = stacked(plot, shown, columns, tips, "{0,0.00} ms", line_color=None)
-    if len(groups) < len(rows):
+    if is_grouped:
         plot.step(columns["x"], columns["slowest"], mode="center", line_color=MARK, line_width=1)
-    most = _cut_tall(plot, times)
+    most = _cut_tall(plot, total)
     _windows(plot, lead)
     legend(plot, items)
-    median = format_ns(float(np.median(times.total)) * 1e6)
+    median = format_ns(float(np.median(total)) * 1e6)
     summary = f"Rank {lead.rank}, {format_count(len(rows), 'step')} of {source}; median of all {median}."
-    if len(groups) < len(rows):
-        summary += f" A bar is the mean of {len(groups[0])} consecutive steps, the red line their max."
+    if is_grouped:
+        summary += f" A bar is the mean of {starts[1]} consecutive steps, the red line their max."
     if lead.windows:
         summary += " Shaded: windows, which include the cost of recording."
     return made("steps", "Time of each step", summary + most, plot, height=_HEIGHT)
 
 
-def _timed(
-    pulse: Sequence[PulseRow], timing_of: Callable[[PulseRow], Timing | None]
-) -> list[tuple[int, int, list[int | None]]]:
+def _timed(pulse: Sequence[PulseRow], clock: Clock) -> list[Timed]:
     return [
         (row.step, timing[0], list(timing[1].values()))
         for row in pulse
-        if row.step is not None and (timing := timing_of(row)) is not None
+        if row.step is not None and (timing := pulse_timing(row, clock)) is not None
     ]
 
 
-def _bars(times: _Times, groups: Sequence[range]) -> dict[str, list[float] | list[str]]:
-    firsts = [float(times.steps[group[0]]) for group in groups]
-    lasts = [float(times.steps[group[-1]]) for group in groups]
-    means = np.array([times.phases[group.start : group.stop].mean(axis=0) for group in groups])
-    total = np.array([times.total[group.start : group.stop].mean() for group in groups])
-    slowest = [float(times.total[group.start : group.stop].max()) for group in groups]
-    columns: dict[str, list[float] | list[str]] = {
-        "x": [(first + last) / 2 for first, last in zip(firsts, lasts, strict=True)],
-        "width": [0.9 * (last - first + 1) for first, last in zip(firsts, lasts, strict=True)],
-        "left": [first - 0.5 for first in firsts],
-        "right": [last + 0.5 for last in lasts],
-        "total": total.tolist(),
+def _bars(rows: Sequence[Timed], total: Array, starts: Array) -> dict[str, Any]:
+    steps = np.array([step for step, _, _ in rows])
+    phases = np.array([[ns or 0 for ns in found] for _, _, found in rows]) / 1e6
+    counts = np.diff(starts, append=len(rows))
+    first, last = steps[starts], steps[starts + counts - 1]
+    slowest = np.maximum.reduceat(total, starts)
+    means = np.add.reduceat(phases, starts) / counts[:, None]
+    return {
+        "x": (first + last) / 2,
+        "width": 0.9 * (last - first + 1),
+        "left": first - 0.5,
+        "right": last + 0.5,
+        "total": np.add.reduceat(total, starts) / counts,
         "slowest": slowest,
-        "top": [max(slowest)] * len(groups),
-        "name": [
-            f"{first:.0f}" if first == last else f"{first:.0f} to {last:.0f}"
-            for first, last in zip(firsts, lasts, strict=True)
-        ],
+        "top": np.full(len(starts), slowest.max()),
+        "name": [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(first, last, strict=True)],
+        **{part: means[:, place] for place, part in enumerate(PHASE_PARTS.values())},
     }
-    return columns | {part: means[:, place].tolist() for place, part in enumerate(PHASE_PARTS.values())}
 
 
-def _cut_tall(plot: figure, times: _Times) -> str:
-    usual = float(np.quantile(times.total, 0.95))
-    top = float(times.total.max())
+def _cut_tall(plot: figure, total: Array) -> str:
+    usual, top = float(np.quantile(total, 0.95)), float(total.max())
     cut = 0 < _TALL * usual < top
     from_zero(plot, 1.05 * (1.5 * usual if cut else max(top, 1e-6)))
     return f" Steps of up to {format_ns(top * 1e6)} exceed the axis: drag the chart down to see them." if cut else ""
@@ -144,32 +135,30 @@ def _windows(plot: figure, lead: Rank) -> None:
 
 def run_memory_chart(lead: Rank) -> Chart | None:
     """Return the memory of the lead rank at each step: RSS and device peak; None without."""
-    series = {
-        name: [(row["step"], row[column]) for row in lead.pulse if row["step"] is not None and row[column] is not None]
-        for name, column in (("RSS", "rss_bytes"), ("device peak", "device_peak_bytes"))
+    named = (("RSS", "rss_bytes"), ("device peak", "device_peak_bytes"))
+    known = {
+        name: [(row["step"], row[column]) for row in lead.pulse if None not in (row["step"], row[column])]
+        for name, column in named
     }
-    series = {name: points for name, points in series.items() if points}
+    series = {name: np.array(points, dtype=float).T for name, points in known.items() if points}
     if not series:
         return None
     plot = new_figure(_LOW, "step", "")
     bytes_axis(plot)
     drawn: list[tuple[str, list[Renderer]]] = []
     peaks = []
-    for place, (name, points) in enumerate(series.items()):
-        groups = grouped(len(points), 2 * _BARS)
-        steps = [points[group[0]][0] for group in groups]
-        most = [max(points[i][1] or 0 for i in group) for group in groups]
-        data = ColumnDataSource({"x": steps, "y": most})
-        shade = colour("", place)
-        line = plot.line("x", "y", source=data, line_color=shade, line_width=2)
-        peak = max(range(len(most)), key=most.__getitem__)
-        dot = plot.scatter([steps[peak]], [most[peak]], size=8, color=MARK)
-        label(plot, (steps[peak] or 0, most[peak]), format_bytes(most[peak]), right=2 * peak < len(most))
+    for place, (name, (steps, sizes)) in enumerate(series.items()):
+        starts = firsts(len(steps), 2 * _BARS)
+        x, most = steps[starts], np.maximum.reduceat(sizes, starts)
+        data = ColumnDataSource({"x": x, "y": most})
+        line = plot.line("x", "y", source=data, line_color=colour("", place), line_width=2)
+        peak = int(most.argmax())
+        dot = plot.scatter(x[[peak]], most[[peak]], size=8, color=MARK)
+        label(plot, (x[peak], most[peak]), format_bytes(most[peak]), right=2 * peak < len(most))
         hover(plot, [line], [("step", "@x"), (name, "@y{0.[00] b}")], "vline")
         drawn.append((name, [line, dot]))
         peaks.append(f"{name} {format_bytes(most[peak])}")
-    top = max(size or 0 for points in series.values() for _, size in points)
-    from_zero(plot, max(1, 1.2 * top))
+    from_zero(plot, max(1, 1.2 * max(sizes.max() for _, sizes in series.values())))
     _windows(plot, lead)
     legend(plot, drawn)
     summary = f"Rank {lead.rank}, maximum (marked): {', '.join(peaks)}."
@@ -185,40 +174,10 @@ def live_chart(live: Mapping[str, Sequence[int]]) -> Chart | None:
     plot = new_figure(_HEIGHT, "allocations and frees of the step, in order", "")
     bytes_axis(plot)
     plot.xaxis.major_label_text_font_size = "0pt"
-    places = [place + 0.5 for place in range(count)]
-    totals = [sum(live[name][place] for name in names) for place in range(count)]
-    columns = {
-        "x": places,
-        "width": [1.0] * count,
-        "left": [place - 0.5 for place in places],
-        "right": [place + 0.5 for place in places],
-        "top": totals,
-        **live,
-    }
+    left = np.arange(count)
+    totals = np.sum(list(live.values()), axis=0, dtype=float)
+    columns = {"x": left + 0.5, "width": np.ones(count), "left": left, "right": left + 1, "top": totals, **live}
     legend(plot, stacked(plot, names, columns, [], "{0.[00] b}", line_color=None))
-    from_zero(plot, max(1, 1.2 * max(totals)))
-    summary = f"Peak of the step: {format_bytes(max(totals))}."
+    from_zero(plot, max(1, 1.2 * totals.max()))
+    summary = f"Peak of the step: {format_bytes(totals.max())}."
     return made("live", "Memory of tensors during a step", summary, plot, height=_HEIGHT)
-
-
-def throughput_chart(view: View, lead: Rank) -> Chart | None:
-    """Return the throughput of the lead rank over its steps; None where no step was timed."""
-    rows = _timed(lead.pulse, host_timing)
-    of = next((rate for rate in view.throughput if rate.rank == lead.rank), None)
-    if len(rows) < 2:
-        return None
-    amount, unit = (of.samples, "samples") if of and of.samples else (1.0, "steps")
-    if of and of.tokens:
-        amount, unit = of.tokens, "tokens"
-    groups = grouped(len(rows), _BARS)
-    steps = [rows[group[0]][0] for group in groups]
-    rates = [amount * len(group) / max(1e-9, sum(rows[i][1] for i in group) / 1e9) for group in groups]
-    plot = new_figure(_LOW, "step", f"{unit} per second")
-    data = ColumnDataSource({"x": steps, "y": rates})
-    line = plot.line("x", "y", source=data, line_color=colour("forward"), line_width=2)
-    hover(plot, [line], [("step", "@x"), (f"{unit} per second", "@y{0,0.0}")], "vline")
-    from_zero(plot)
-    _windows(plot, lead)
-    mean = amount * len(rows) / (sum(duration for _, duration, _ in rows) / 1e9)
-    summary = f"Rank {lead.rank}: {mean:,.1f} {unit} per second over all {len(rows)} steps, windows included."
-    return made("throughput", "Throughput", summary, plot, height=_LOW)

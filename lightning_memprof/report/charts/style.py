@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 from bokeh.models import (
     AdaptiveTicker,
     BasicTicker,
@@ -23,6 +24,7 @@ from bokeh.models import (
 from bokeh.models.annotations import Label, Legend, LegendItem
 from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
+from numpy.typing import NDArray
 
 from lightning_memprof.report.sections.labels import called
 
@@ -31,16 +33,11 @@ _SHADES: Final[Mapping[str, tuple[str, ...]]] = {
     "#4a8fe7": ("forward", "activation", "compute"),
     "#9168d8": ("backward", "gradient", "collective"),
     "#2f9e8f": ("optimizer", "optimizer_state", "copy"),
-    "#d8576b": ("callback", "temporary", "idle_synchronization"),
+    "#d8576b": ("callback", "temporary"),
     "#5c9f4a": ("parameter",),
-    "#c77dba": ("idle_allocator",),
     "#8b96a5": ("other", "untracked"),
     "#b4bcc8": ("before", "idle"),
-    "#a67c52": ("idle_gc_pauses", "workspace"),
-    "#e8c547": ("idle_python",),
-    "#f0935b": ("idle_operators",),
-    "#7f8ea3": ("idle_launch", "idle_graph", "idle_loading"),
-    "#5f8dd3": ("idle_queue",),
+    "#a67c52": ("workspace",),
 }
 COLOURS: Final[Mapping[str, str]] = {name: shade for shade, names in _SHADES.items() for name in names}
 # For names without a color, in the order of their appearance.
@@ -173,7 +170,6 @@ def time_unit(ns: float) -> tuple[str, float]:
     return ("s", 1e9) if ns > 1e10 else ("ms", 1e6)
 
 
-def grouped(count: int, most: int) -> list[range]:
-    """Cut ``count`` things into at most ``most`` ranges of neighbours, all of one length but the last."""
-    size = max(1, -(-count // most))
-    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+def firsts(count: int, most: int) -> NDArray[np.intp]:
+    """Return the first of each group of neighbours: at most ``most`` groups, all of one length but the last."""
+    return np.arange(0, count, max(1, -(-count // most)))

@@ -15,16 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from lightning_memprof.account.memory.columns import (
-    DeviceMemory,
-    MemoryColumns,
-    Origin,
-    Origins,
-    counted_bytes,
-    read_memory,
-)
+from lightning_memprof.account.memory.columns import DeviceMemory, MemoryColumns, Origin, Origins, read_memory
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.snapshot.reader import parse_snapshot
+from lightning_memprof.read.snapshot.reader import completed, parse_snapshot
 
 PROTOCOL: Final = 4
 _MOST_DEVICES: Final = 1024
@@ -41,29 +34,13 @@ def viewable(data: Any, source: str) -> Fields:
     """
     parse_snapshot(data, source)
     top: Fields = {"segments": data} if isinstance(data, list) else dict(data)
-    top["segments"] = [_whole_segment(segment) for segment in top["segments"]]
+    top["segments"] = [_with_frames({"stream": 0, "device": 0, **completed(segment)}) for segment in top["segments"]]
     devices = max((segment.get("device", 0) for segment in top["segments"]), default=-1) + 1
     if devices > _MOST_DEVICES:
         raise ArtifactError(f"{source}: names a device {devices - 1}; the page shows the first {_MOST_DEVICES}")
     histories = [[_with_frames(event) for event in history or ()] for history in top.get("device_traces") or ()]
     top["device_traces"] = [*histories, *([] for _ in range(devices - len(histories)))]
     return top
-
-
-def _whole_segment(raw: Fields) -> Fields:
-    blocks = []
-    address = raw.get("address", 0)
-    for entry in raw.get("blocks") or ():
-        block = {"address": address, **entry}
-        # Torch 2.0 wrote both into the history of a block.
-        history = (entry.get("history") or [{}])[0]
-        if block.get("frames") is None:
-            block["frames"] = history.get("frames") or []
-        if block.get("requested_size") is None:
-            block["requested_size"] = history.get("real_size", block.get("size", 0))
-        blocks.append(block)
-        address += block.get("size", 0)
-    return _with_frames({"stream": 0, "device": 0, **raw, "blocks": blocks})
 
 
 def _with_frames(raw: Fields) -> Fields:
@@ -84,34 +61,29 @@ def history_of_trace(path: Path) -> Fields:
     trace = read_memory(path)
     if not trace.devices:
         raise ArtifactError(f"{path}: has no allocations; record it with profile_memory=True")
-    origins = Origins(trace)
     traces: list[list[Fields]] = []
     segments: list[Fields] = []
-    for number, (device, memory) in enumerate(sorted(trace.devices.items(), key=_device_order)):
-        events = list(_events(device, memory, origins, trace.origin_ns))
+    ordered = sorted(trace.devices.items(), key=lambda pair: (pair[0].is_host, pair[0]))
+    for number, (device, memory) in enumerate(ordered):
+        events = list(_events(device, memory, trace.origins))
         traces.append(events)
         segments += _segments(number, events)
     return {"segments": segments, "device_traces": traces, "allocator_settings": {}}
 
 
-def _device_order(pair: tuple[DeviceMemory, MemoryColumns]) -> tuple[bool, DeviceMemory]:
-    return pair[0].is_host, pair[0]
-
-
-def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins, origin_ns: int) -> Iterator[Fields]:
-    deltas = counted_bytes(device, memory)
+def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins) -> Iterator[Fields]:
     live: dict[int, int] = {}
     frames: dict[Origin, list[Fields]] = {}
     for i, (address, size) in enumerate(zip(memory.address, memory.bytes, strict=True)):
-        # Blocks without an address cannot be drawn; host frees of unknown blocks are ignored.
-        if not address or not size or (size < 0 and not deltas[i]):
+        at = address & _ADDRESS_MASK
+        # Host frees of unknown blocks are ignored.
+        if not size or (size < 0 and device.is_host and at not in live):
             continue
-        time_us = (origin_ns + memory.time[i]) // 1000
-        origin = origins.of(memory, i)._replace(step=None)
+        time_us = memory.time[i] // 1000
+        origin = origins[memory.inner[i]]
         stack = frames.get(origin)
         if stack is None:
             stack = frames[origin] = _frames(origin)
-        at = address & _ADDRESS_MASK
         common: Fields = {"addr": at, "stream": 0, "time_us": time_us, "frames": stack}
         if at in live and size > 0:
             # The block at this address was freed by a thread that is not recorded.

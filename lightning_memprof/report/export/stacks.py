@@ -1,13 +1,10 @@
-"""Flame graphs: speedscope's JSON and Brendan Gregg's folded stacks.
-
-Formats: https://github.com/jlfwong/speedscope/wiki/Importing-from-custom-sources, and the input of flamegraph.pl.
-"""
+"""Flame graphs as JSON for speedscope: https://github.com/jlfwong/speedscope/wiki/Importing-from-custom-sources."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,7 +14,7 @@ from lightning_memprof.account.snapshot.replay import Holder
 from lightning_memprof.read.stacks import parse_frame
 
 if TYPE_CHECKING:
-    from lightning_memprof.account.trace.lanes import Lane, Lanes
+    from lightning_memprof.account.trace.lanes import Lanes
 
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 _UNKNOWN: Final = "(unknown)"
@@ -30,33 +27,30 @@ class Speedscope(msgspec.Struct):
 
     name: str
     exporter: str
+    profiles: list[dict[str, Any]] = msgspec.field(default_factory=list)
     _frames: dict[str, int] = msgspec.field(default_factory=dict)
-    _profiles: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
     def add_lanes(self, title: str, lanes: Lanes) -> None:
         """Add a trace: one profile for each of its threads and streams, times in ns from its first event."""
-        end = lanes.end_ns
         for lane in lanes.lanes:
-            self._profiles.append(
+            calls = ((call, self._frame(lanes.names[call.name])) for call in lane.calls())
+            self.profiles.append(
                 {
                     "type": "evented",
                     "name": f"{title} {lane.title}".strip(),
                     "unit": "nanoseconds",
                     "startValue": 0,
-                    "endValue": end,
-                    "events": self._events(lane, lanes.names),
+                    "endValue": lanes.end_ns,
+                    "events": [
+                        {"type": "O" if call.is_begin else "C", "at": call.at_ns, "frame": frame}
+                        for call, frame in calls
+                    ],
                 }
             )
 
-    def _events(self, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:
-        return [
-            {"type": "O" if call.is_begin else "C", "at": call.at_ns, "frame": self._frame(names[call.name])}
-            for call in lane.calls()
-        ]
-
     def add_stacks(self, title: str, stacks: Mapping[Stack, int]) -> None:
         """Add one profile of bytes by stack, outermost frame first."""
-        self._profiles.append(
+        self.profiles.append(
             {
                 "type": "sampled",
                 "name": title,
@@ -71,11 +65,6 @@ class Speedscope(msgspec.Struct):
     def _frame(self, name: str) -> int:
         return self._frames.setdefault(name, len(self._frames))
 
-    @property
-    def profiles(self) -> int:
-        """The number of profiles."""
-        return len(self._profiles)
-
     def write(self, out: IO[str]) -> None:
         """Write the file."""
         document = {
@@ -84,7 +73,7 @@ class Speedscope(msgspec.Struct):
             "exporter": self.exporter,
             "activeProfileIndex": 0,
             "shared": {"frames": [_described(name) for name in self._frames]},
-            "profiles": self._profiles,
+            "profiles": self.profiles,
         }
         json.dump(document, out, allow_nan=False)
 
@@ -96,32 +85,13 @@ def _described(name: str) -> dict[str, Any]:
     return {"name": frame.name or _UNKNOWN, "file": frame.filename, "line": frame.line}
 
 
-def write_folded(stacks: Mapping[Stack, int], out: IO[str]) -> None:
-    """Write folded stacks: the frames from the outermost one, separated by ``;``, a blank, and a whole number."""
-    folded: Counter[str] = Counter()
-    for stack, count in stacks.items():
-        folded[";".join(map(_plain, stack)) or _UNKNOWN] += count
-    for line, count in sorted(folded.items()):
-        if count > 0:
-            out.write(f"{line} {count}\n")
-
-
-def _plain(name: str) -> str:
-    """Return a name without the separators of frames and lines."""
-    return " ".join(name.replace(";", ":").split()) or _UNKNOWN
-
-
 def site_stacks(sites: Iterable[Site], root: str) -> Counter[Stack]:
     """Return bytes by stack, outermost frame first: Python's frames where there are some, else phase and module."""
     found: Counter[Stack] = Counter()
     for site in sites:
-        outer: list[str] = list(reversed(site.stack))
-        if not outer:
-            outer = [name for name in (site.phase, *(site.module or "").split(".")) if name]
-        elif site.module:
-            outer.append(site.module)
-        stack = (root, *outer, site.operator or _UNKNOWN)
-        found[stack] += site.bytes
+        modules = [site.module] if site.stack else [site.phase, *(site.module or "").split(".")]
+        outer = (*site.stack[::-1], *filter(None, modules))
+        found[(root, *outer, site.operator or _UNKNOWN)] += site.bytes
     return found
 
 
@@ -129,7 +99,6 @@ def holder_stacks(holders: Iterable[Holder], root: str) -> Counter[Stack]:
     """Return bytes by stack, outermost frame first."""
     found: Counter[Stack] = Counter()
     for holder in holders:
-        outer = tuple(reversed(holder.stack)) or (holder.site or "before the history was switched on",)
-        stack = (root, *outer)
-        found[stack] += holder.bytes
+        outer = holder.stack[::-1] or (holder.site or "before the history was switched on",)
+        found[(root, *outer)] += holder.bytes
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,65 +22,49 @@ from lightning_memprof.judge import Facts, Finding, examine, examine_files
 from lightning_memprof.read.run.model import Run
 
 Row = Mapping[str, Any]
+Table = tuple[str, Iterable[Row]]
+"""A name and rows, which may lack columns; a table without rows is not written."""
 
-# Internal fields: where a row was first seen orders the operator table.
-_NOT_SHOWN: Final = frozenset({"first"})
 # Fields of a trace report that hold rows of device activity.
 _DEVICE_PARTS: Final = ("kernels", "idle", "runtime_calls", "collectives", "copies", "synchronizations")
 
 
-class Table(msgspec.Struct, frozen=True):
-    """A table. Every row has all ``columns``; a value is a number, a text, a bool or None."""
-
-    name: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[Any, ...]]
-
-    @classmethod
-    def of(cls, name: str, rows: Iterable[Row]) -> Table:
-        """Return a table of rows that may lack columns; nested values become JSON."""
-        found = list(rows)
-        columns = tuple(dict.fromkeys(column for row in found for column in row))
-        return cls(name, columns, [tuple(_value(row.get(column)) for column in columns) for row in found])
-
-
-def _value(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    return json.dumps(value, default=str)
-
-
 def _fields(value: Any, **before: Any) -> dict[str, Any]:
     """Return the fields of a struct, after others."""
-    return before | {name: getattr(value, name) for name in value.__struct_fields__ if name not in _NOT_SHOWN}
+    return before | {name: getattr(value, name) for name in value.__struct_fields__}
 
 
 def run_tables(run: Run) -> Iterator[Table]:
-    """Yield the tables of a run that have rows: of all its ranks that were read in full."""
-    yield from _filled(
-        Table.of("pulse", ({"rank": rank.rank, **row} for rank in run.ranks for row in rank.pulse)),
-        Table.of("steps", _steps(run)),
-        Table.of("ranks", _ranks(run)),
-        Table.of("findings", _findings(examine(Facts.of(run)))),
-        Table.of("artifacts", (_fields(artifact) for artifact in run.artifacts)),
-    )
+    """Yield the tables of a run: of all its ranks that were read in full."""
+    yield "pulse", (_fields(row, rank=rank.rank) for rank in run.ranks for row in rank.pulse)
+    yield "steps", _steps(run)
+    yield "ranks", _ranks(run)
+    yield "findings", _findings(examine(Facts.of(run)))
+    yield "artifacts", map(_fields, run.artifacts)
     allocations = run_allocations(run)
-    memory = memory_report(run.in_full, allocations)
-    modules = (
-        _fields(module, rank=rank.rank, window=rank.activations.window, step=rank.activations.step)
-        for rank in memory.ranks
-        if rank.activations is not None
-        for module in rank.activations.modules
+    ranks = memory_report(run.in_full, allocations).ranks
+    yield (
+        "modules",
+        (
+            _fields(module, rank=rank.rank, window=rank.activations.window, step=rank.activations.step)
+            for rank in ranks
+            if rank.activations is not None
+            for module in rank.activations.modules
+        ),
     )
-    categories = (
-        {"rank": rank.rank, "window": peak.window, "step": peak.step, "device": peak.device, "category": name}
-        | {"bytes": size, "source": peak.source, "moment": peak.moment}
-        for rank in memory.ranks
-        if rank.peak is not None
-        for peak in (rank.peak, *rank.peak.others)
-        for name, size in peak.categories.items()
+    yield (
+        "categories",
+        (
+            {"rank": rank.rank, "window": peak.window, "step": peak.step, "device": peak.device, "category": name}
+            | {"bytes": size, "source": peak.source, "moment": peak.moment}
+            for rank in ranks
+            if rank.peak is not None
+            for peak in (rank.peak, *rank.peak.others)
+            for name, size in peak.categories.items()
+        ),
+    )
+    yield from _of_devices(
+        ({"rank": window.rank, "window": window.window}, device) for window in allocations for device in window.devices
     )
     problems: list[Row] = [_fields(problem) for problem in (*run.problems, *run.series_problems)]
     problems += [
@@ -89,36 +72,27 @@ def run_tables(run: Run) -> Iterator[Table]:
         for allocation in allocations
         if allocation.problem
     ]
-    yield from _filled(
-        Table.of("modules", modules),
-        Table.of("categories", categories),
-        *_of_devices(
-            ({"rank": window.rank, "window": window.window}, device)
-            for window in allocations
-            for device in window.devices
-        ),
-    )
     yield from _traced(run, problems)
     yield from _series(run)
-    yield from _filled(Table.of("problems", problems))
+    yield "problems", problems
 
 
 def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
     """Yield the tables of a run's operator traces; an unreadable trace is a problem and hides no other."""
     from lightning_memprof.account.trace.report import trace_report
 
-    parts: dict[str, list[Row]] = {part: [] for part in _DEVICE_PARTS}
-    operators: list[Row] = []
+    parts: dict[str, list[Row]] = {part: [] for part in ("operators", *_DEVICE_PARTS)}
     for artifact in run.files("trace"):
         try:
             report = trace_report(artifact.file)
-            operators += _operators(artifact.file, rank=artifact.rank, window=artifact.window)
+            parts["operators"] += _operators(artifact.file, rank=artifact.rank, window=artifact.window)
         except ArtifactError as error:
             problems.append({"rank": artifact.rank, "piece": artifact.path, "message": str(error)})
             continue
-        for part, rows in parts.items():
-            rows += [_fields(row, rank=artifact.rank, window=artifact.window) for row in getattr(report, part)]
-    yield from _filled(Table.of("operators", operators), *(Table.of(part, rows) for part, rows in parts.items()))
+        for part in _DEVICE_PARTS:
+            rows = getattr(report, part)
+            parts[part] += [_fields(row, rank=artifact.rank, window=artifact.window) for row in rows]
+    yield from parts.items()
 
 
 def _steps(run: Run) -> Iterator[Row]:
@@ -175,10 +149,9 @@ def _findings(findings: Iterable[Finding]) -> Iterator[Row]:
 def _of_devices(devices: Iterable[tuple[Row, DeviceAllocations]]) -> Iterator[Table]:
     """Yield the tables of allocations over time; each device comes with the columns before its own."""
     found = list(devices)
-    yield Table.of(
-        "holders", (_fields(site, **before, device=device.device) for before, device in found for site in device.sites)
-    )
-    yield Table.of("memory", (row for before, device in found for row in _curve(device, before)))
+    sites = ((site, before, device.device) for before, device in found for site in device.sites)
+    yield "holders", (_fields(site, **before, device=device) for site, before, device in sites)
+    yield "memory", (row for before, device in found for row in _curve(device, before))
 
 
 def _curve(device: DeviceAllocations, before: Row) -> Iterator[Row]:
@@ -195,33 +168,28 @@ def _series(run: Run) -> Iterator[Table]:
     """Yield the series of the collectors unchanged, one table each."""
     names = dict.fromkeys(name for rank in run.ranks for window in rank.windows for name in window.series)
     for name in names:
-        rows = (
-            {"rank": rank.rank, "window": window.index, **row}
-            for rank in run.ranks
-            for window in rank.windows
-            if name in window.series
-            for row in decode_rows(read_plain(window.series[name]), dict)[0]
+        yield (
+            f"series_{name}",
+            [
+                {"rank": rank.rank, "window": window.index, **row}
+                for rank in run.ranks
+                for window in rank.windows
+                if name in window.series
+                for row in decode_rows(read_plain(window.series[name]), dict)[0]
+            ],
         )
-        yield from _filled(Table.of(f"series_{name}", rows))
 
 
 def trace_tables(reports: Sequence[TraceReport]) -> Iterator[Table]:
-    """Yield the tables of traces that have rows."""
-    parts = ("steps", *_DEVICE_PARTS)
-    yield from _filled(
-        Table.of("traces", map(_trace, reports)),
-        *(
-            Table.of(part, (_fields(row, file=str(report.file)) for report in reports for row in getattr(report, part)))
-            for part in parts
-        ),
-        Table.of("operators", (row for trace in reports for row in _operators(trace.file, file=str(trace.file)))),
+    """Yield the tables of traces."""
+    yield "traces", map(_trace, reports)
+    for part in ("steps", *_DEVICE_PARTS):
+        yield part, [_fields(row, file=str(report.file)) for report in reports for row in getattr(report, part)]
+    yield "operators", (row for trace in reports for row in _operators(trace.file, file=str(trace.file)))
+    yield from _of_devices(
+        ({"file": str(trace.file)}, device) for trace in reports for device in window_allocations(trace.file)
     )
-    yield from _filled(
-        *_of_devices(
-            ({"file": str(trace.file)}, device) for trace in reports for device in window_allocations(trace.file)
-        ),
-        Table.of("findings", _findings(examine_files(reports, ()))),
-    )
+    yield "findings", _findings(examine_files(reports, ()))
 
 
 def _trace(report: TraceReport) -> Row:
@@ -236,51 +204,43 @@ def _trace(report: TraceReport) -> Row:
 
 
 def snapshot_tables(reports: Sequence[SnapshotReport]) -> Iterator[Table]:
-    """Yield the tables of snapshots that have rows."""
+    """Yield the tables of snapshots."""
     sizes = ("reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes")
     peaks = ("peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events")
-    devices = [(snapshot.file, device) for snapshot in reports for device in snapshot.devices]
-    histories = [(file, device.device, device.snapshot) for file, device in devices]
-    yield from _filled(
-        Table.of(
-            "devices",
-            (
-                {"file": str(file), "device": device.device}
-                | {name: getattr(device.snapshot, name) for name in sizes}
-                | {name: getattr(device, name) for name in peaks}
-                | {"segments": len(device.snapshot.segments)}
-                for file, device in devices
-            ),
+    devices = [(str(snapshot.file), device) for snapshot in reports for device in snapshot.devices]
+    yield (
+        "devices",
+        (
+            {"file": file, "device": device.device}
+            | {name: getattr(device.snapshot, name) for name in sizes}
+            | {name: getattr(device, name) for name in peaks}
+            | {"segments": len(device.snapshot.segments)}
+            for file, device in devices
         ),
-        Table.of(
-            "holders",
-            (_fields(holder, file=str(file), device=d.device) for file, d in devices for holder in d.holders_at_peak),
-        ),
-        Table.of(
-            "events",
-            (
-                {"file": str(file), "device": device, **event._asdict(), "stack": _stack(history.stacks[event.stack])}
-                for file, device, history in histories
-                for event in history.events
-            ),
-        ),
-        Table.of(
-            "blocks",
-            (
-                {"file": str(file), "device": device, "segment": segment.address, "pool": list(segment.pool)}
-                | {**block._asdict(), "stack": _stack(history.stacks[block.stack])}
-                for file, device, history in histories
-                for segment in history.segments
-                for block in segment.blocks
-            ),
-        ),
-        Table.of("findings", _findings(examine_files((), reports))),
     )
+    held = ((file, device.device, holder) for file, device in devices for holder in device.holders_at_peak)
+    yield "holders", (_fields(holder, file=file, device=device) for file, device, holder in held)
+    histories = [(file, device.device, device.snapshot) for file, device in devices]
+    yield (
+        "events",
+        (
+            _fields(event, file=file, device=device) | {"stack": _stack(history.stacks[event.stack])}
+            for file, device, history in histories
+            for event in history.events
+        ),
+    )
+    yield (
+        "blocks",
+        (
+            _fields(block, file=file, device=device, segment=segment.address, pool=list(segment.pool))
+            | {"stack": _stack(history.stacks[block.stack])}
+            for file, device, history in histories
+            for segment in history.segments
+            for block in segment.blocks
+        ),
+    )
+    yield "findings", _findings(examine_files((), reports))
 
 
 def _stack(frames: Iterable[object]) -> str:
     return ";".join(map(str, frames))
-
-
-def _filled(*tables: Table) -> Iterator[Table]:
-    return (table for table in tables if table.rows)

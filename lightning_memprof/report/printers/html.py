@@ -6,26 +6,20 @@ import datetime as dt
 import html
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from msgspec.structs import replace
 
-from lightning_memprof.account.estimate import Estimate
-from lightning_memprof.compare.trial import Trial
 from lightning_memprof.report.charts import charts, file_charts
 from lightning_memprof.report.charts.embed import Chart, chart_resources
-from lightning_memprof.report.charts.steps import live_chart
-from lightning_memprof.report.charts.trial import trial_chart
-from lightning_memprof.report.document import Cell, Column, Document
+from lightning_memprof.report.document import Cell, Column, Document, Words
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import cell_text, clean, more_rows, words_text
 from lightning_memprof.report.sections import document_of
-from lightning_memprof.report.sections.estimate import estimate_document
-from lightning_memprof.report.sections.trial import trial_document
 from lightning_memprof.report.view import View
 from lightning_memprof.units import percent
 
@@ -34,11 +28,19 @@ POLICY: Final = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
-# A script's text cannot hold its own end, so this finds each whole script, and nothing inside one.
-SCRIPT: Final = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL | re.IGNORECASE)
 FRAME: Final = (
     '<iframe srcdoc="{page}" style="width: 100%; height: 48em; border: 0" title="lightning-memprof report"></iframe>'
 )
+# Words of this package; on the page each has a tooltip, and a line in a legend.
+TERMS: Final[Mapping[str, str]] = {
+    "step": "one batch, from the wait for its data to the callbacks after it",
+    "pulse": "times and memory of every step, over the whole run",
+    "window": "some steps that all collectors record in detail, which makes them slower",
+    "stall": "a step of more than twice the median whose excess is in forward, backward or optimizer",
+    "untracked": "time of a step outside data wait, forward, backward, optimizer and callbacks",
+}
+# A step is in every second line: the legend says what it is.
+TERM: Final = re.compile(r"\b(pulse|window|stall|untracked)s?\b")
 # Longer texts are not names; --format json has all of them.
 MAX_TEXT: Final = 4000
 
@@ -48,30 +50,20 @@ def to_html(view: View | FilesView) -> str:
 
     Every text of the run is escaped, and its control characters are made visible.
     """
-    document = document_of(view)
+    # A file does not change: it has no live section.
+    document = document_of(view if isinstance(view, FilesView) else replace(view, live=None))
     try:
         drawn = file_charts(view.traces, view.snapshots) if isinstance(view, FilesView) else charts(view)
     except Exception as error:  # noqa: BLE001 the page is useful without its charts
         problem = f"The charts cannot be drawn ({type(error).__name__}: {error})"
         drawn = {}
         document = replace(document, incomplete=" · ".join(filter(None, (document.incomplete, problem))))
-    return render_document(document, drawn)
+    return render_document(document, drawn.values())
 
 
-def estimate_to_html(estimate: Estimate) -> str:
-    """Return the page of an estimate, with its chart."""
-    drawn = live_chart(estimate.live)
-    return render_document(estimate_document(estimate), {} if drawn is None else {drawn.id: drawn})
-
-
-def trial_to_html(trial: Trial) -> str:
-    """Return the page of a trial, with its chart."""
-    drawn = trial_chart(trial)
-    return render_document(trial_document(trial), {} if drawn is None else {drawn.id: drawn})
-
-
-def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
+def render_document(document: Document, drawn: Iterable[Chart | None] = ()) -> str:
     """Return a document with its charts, each at its place."""
+    placed = {chart.id: chart for chart in drawn if chart is not None}
     nonce = secrets.token_urlsafe(16)
     environment = Environment(
         loader=PackageLoader("lightning_memprof.report.printers", "templates"),
@@ -83,6 +75,7 @@ def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
     )
     environment.filters |= {
         "text": words_text,
+        "explained": _explained,
         "percent": percent,
         "kind": _kind,
         "written": _written,
@@ -93,9 +86,11 @@ def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
         made=dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),
         policy=POLICY.format(nonce=nonce),
         nonce=nonce,
-        charts={name: _Drawn(chart, nonce) for name, chart in drawn.items()},
-        resources=_allowed(chart_resources(), nonce) if drawn else Markup(),
+        charts=placed,
+        # A chart's own script is data, which needs no nonce.
+        resources=Markup(chart_resources(nonce)) if placed else "",  # noqa: S704 files of packages  # nosec B704
         style=_source("page.css"),
+        terms=TERMS.items(),
         script=_source("page.js"),
     )
 
@@ -107,13 +102,11 @@ def framed(page: str) -> str:
     return FRAME.format(page=html.escape(page))
 
 
-class _Drawn:
-    """A chart whose HTML goes into the page unescaped."""
-
-    def __init__(self, chart: Chart, nonce: str) -> None:
-        self.title = chart.title
-        self.summary = chart.summary
-        self.html = _allowed(chart.html, nonce)
+def _explained(words: Words | Cell) -> Markup:
+    """Return words as HTML, with a tooltip for each term of this package."""
+    text = str(escape(_visible(words_text(words))))
+    explained = TERM.sub(lambda found: f'<abbr title="{TERMS[found[1]]}">{found[0]}</abbr>', text)
+    return Markup(explained)  # noqa: S704 escaped above  # nosec B704
 
 
 def _kind(column: Column) -> str:
@@ -126,12 +119,6 @@ def _kind(column: Column) -> str:
 def _written(cell: Cell, column: Column) -> str:
     words = cell_text(cell)
     return f"{words} · {percent(cell.share)}" if column.has_share and cell.share is not None else words
-
-
-def _allowed(html: str, nonce: str) -> Markup:
-    """Return HTML of this package whose scripts carry the nonce."""
-    numbered = SCRIPT.sub(lambda found: f'<script nonce="{nonce}"{found[1]}>{found[2]}</script>', html)
-    return Markup(numbered)  # noqa: S704 report.charts escapes the run's text  # nosec B704
 
 
 def _source(name: str) -> Markup:

@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgspec
 
-from lightning_memprof.account.ledger.growth import who_holds
+from lightning_memprof.account.ledger.holders import who_holds
 from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
-from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.memory.activations import Activations
+from lightning_memprof.account.memory.functions import FunctionReport
+from lightning_memprof.account.memory.model import DeviceAllocations
 from lightning_memprof.account.memory.report import CATEGORIES, MemoryReport, RankMemory
-from lightning_memprof.account.steps.events import ACTION_PARTS, StepEvents, event_totals
+from lightning_memprof.account.oom.autopsy import Autopsy
+from lightning_memprof.account.ranks.report import RankReport
+from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.account.steps.events import ACTION_PARTS, Event, StepEvents, event_totals
 from lightning_memprof.account.steps.statistics import mean
 from lightning_memprof.account.steps.workers import workers
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
-from lightning_memprof.artifacts.series import PHASES, HangRow, HolderRow, columns_of
+from lightning_memprof.artifacts.series import PHASES, HangRow, HolderRow, RegionRow, columns_of
+from lightning_memprof.compare.batches import Batches
+from lightning_memprof.compare.comparison import Outcome
+from lightning_memprof.compare.model import Comparison, Difference, Measure, Side
+from lightning_memprof.compare.trial import Trial
+from lightning_memprof.judge import Finding
 from lightning_memprof.judge.out_of_memory import remedies_for
 from lightning_memprof.read.run.locate import shown_place
-from lightning_memprof.report.document import Cell, Document, Phrase, Words
+from lightning_memprof.report.document import Cell, Command, Item, Phrase, Words
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections.memory import peak_allocations
+from lightning_memprof.report.view import RankView, View
 
 if TYPE_CHECKING:
-    from lightning_memprof.account.estimate import Estimate
-    from lightning_memprof.account.memory.functions import FunctionReport
-    from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
-    from lightning_memprof.account.trace.model import TraceReport
-    from lightning_memprof.compare.batches import Batches
-    from lightning_memprof.compare.comparison import Outcome
-    from lightning_memprof.compare.model import Comparison
-    from lightning_memprof.compare.trial import Trial
     from lightning_memprof.read.run.model import Rank
-    from lightning_memprof.report.view import RankView, View
 
 # A window has thousands of allocation sites, nearly all of a few bytes; a trace thousands of kernels, a snapshot
 # thousands of stacks: the rest is one sum.
@@ -68,70 +72,18 @@ FUNCTION_CHANGES: Final = (
 
 def to_json(view: View | FilesView) -> dict[str, Any]:
     """Return a view as values that any JSON encoder takes."""
-    return _encoded(_files(view) if isinstance(view, FilesView) else _run(view))
+    found: dict[str, Any] = encode(_files(view) if isinstance(view, FilesView) else _run(view))
+    return found
 
 
 def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
     """Return a comparison: bytes, nanoseconds, shares of 1."""
-    return _encoded(
-        {
-            "verdict": words_text(verdict),
-            "is_same": comparison.is_same,
-            "a": _fields(comparison.a, "label", "kind", "notes"),
-            "b": _fields(comparison.b, "label", "kind", "notes"),
-            "differences": [
-                {
-                    **_without(difference, "a", "b"),
-                    "a": difference.a and _without(difference.a, "steps"),
-                    "b": difference.b and _without(difference.b, "steps"),
-                    **_fields(difference, "change", "relative", "is_above_noise", "has_too_few_steps"),
-                }
-                for difference in comparison.differences
-            ],
-            "changes": comparison.changes,
-            "left_out": comparison.left_out,
-            "limits": [{"limit": outcome.limit.text, **_fields(outcome, "status", "title")} for outcome in outcomes],
-        }
-    )
-
-
-def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate: bytes, seconds."""
-    return _encoded(_without(estimate))
-
-
-def trial_to_json(trial: Trial) -> dict[str, Any]:
-    """Return a trial: bytes, nanoseconds, shares of 1; ``best`` is the remedy to choose."""
-    return _encoded({**_without(trial), "best": None if trial.best is None else trial.best.remedy})
-
-
-def batches_to_json(batches: Batches) -> dict[str, Any]:
-    """Return a search for the largest batch: bytes and nanoseconds; ``best`` is its number of samples."""
-    return _encoded({**_without(batches), "best": None if batches.best is None else batches.best.samples})
-
-
-def document_to_json(document: Document) -> dict[str, Any]:
-    """Return a document: each part has its kind, each column heading and unit, each cell its value and unit."""
-    sections = [
-        {
-            **_fields(section, "id", "title", "summary"),
-            "lead": words_text(section.lead),
-            "parts": [{"part": part.part, **encode(part)} for part in section.parts],
-        }
-        for section in document.sections
-    ]
-    return _encoded(
-        {
-            **_without(document),
-            "sections": sections,
-            "commands": list(map(str, document.commands)),
-        }
-    )
-
-
-def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = encode(values)
-    return found
+    return {
+        "verdict": words_text(verdict),
+        "is_same": comparison.is_same,
+        **encode(comparison),
+        "limits": encode(list(outcomes)),
+    }
 
 
 # Of thousands of values nearly all are these.
@@ -139,7 +91,7 @@ _AS_IS: Final = frozenset({str, int, bool, type(None)})
 
 
 def encode(value: Any) -> Any:
-    """Return a value of an analysis or of a document as JSON has it; NaN, which a manifest may hold, is null."""
+    """Return a value as JSON has it: a struct in its shape; NaN, which a manifest may hold, is null."""
     if type(value) in _AS_IS:
         return value
     if isinstance(value, float):
@@ -147,23 +99,25 @@ def encode(value: Any) -> Any:
     plain = _plain(value)
     if isinstance(plain, Mapping):
         return {str(key): encode(item) for key, item in plain.items()}
-    if isinstance(plain, list | tuple | frozenset):
-        return [encode(item) for item in plain]
-    return plain
+    return [encode(item) for item in plain] if isinstance(plain, list | tuple | frozenset) else plain
 
 
 def _plain(value: Any) -> Any:
     """Return an object's fields, or its text; other values unchanged."""
-    if isinstance(value, msgspec.Struct):
-        if isinstance(value, Phrase):
+    match value:
+        case Phrase():
             return words_text(value)
-        if isinstance(value, Cell):
-            return {"value": value.value, "unit": value.unit}
-        return _without(value)
-    if isinstance(value, IntEnum):
-        return value.name.lower()
-    if isinstance(value, Path):
-        return os.fspath(value)
+        case Command():
+            return str(value)
+        case msgspec.Struct():
+            shape = SHAPES.get(type(value), _WHOLE)
+            fields = {name: getattr(value, name) for name in value.__struct_fields__ if name not in shape.omit}
+            fields |= {name: fields[name][:most] for name, most in shape.first.items()}
+            return fields if shape.more is None else fields | shape.more(value)
+        case IntEnum():
+            return value.name.lower()
+        case Path():
+            return os.fspath(value)
     return value._asdict() if hasattr(value, "_asdict") else value
 
 
@@ -172,61 +126,50 @@ def _fields(value: Any, *names: str) -> dict[str, Any]:
     return {name: None if value is None else getattr(value, name) for name in names}
 
 
-def _without(value: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__struct_fields__ if name not in names}
-
-
 def _files(view: FilesView) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": _fields(view.verdict, *VERDICT),
-        "findings": [{**_without(finding, "weight"), "remedies": finding.steps} for finding in view.findings],
-        "traces": [_trace(trace) for trace in view.traces],
-        "snapshots": [_snapshot(snapshot) for snapshot in view.snapshots],
+        "findings": view.findings,
+        "traces": view.traces,
+        "snapshots": view.snapshots,
         "files": [{"file": file, "size_bytes": size} for file, size in view.sizes.items()],
         "problems": view.problems,
         "left_out": view.left_out,
-        "commands": list(map(str, view.commands)),
+        "commands": view.commands,
     }
 
 
 def _run(view: View) -> dict[str, Any]:
     """Return a run; ``windows`` are those of the lead rank, ``ranks`` has every rank's own."""
-    across = view.across
     return {
         "schema_version": view.run.lead.facts.schema_version or SCHEMA_VERSION,
         "run": _facts(view),
         "verdict": _fields(view.verdict, *VERDICT),
-        "findings": [{**_without(finding, "weight"), "remedies": finding.steps} for finding in view.findings],
+        "findings": view.findings,
         "pulse": _pulse(view.lead),
         "ledger": _ledgers(view),
-        "ranks": [{**_without(rank, "statistics"), "pulse": _pulse(rank)} for rank in view.ranks],
+        "ranks": [{**encode(rank), "pulse": _pulse(rank)} for rank in view.ranks],
         "windows": view.lead.windows,
         "artifacts": [{**encode(artifact), "file": _where(view, artifact.file)} for artifact in view.run.artifacts],
         "errors": view.run.errors,
         "unavailable": view.run.unavailable,
         "overhead": view.lead.overhead,
         "memory": _memory(view.memory),
-        "across_ranks": None if across is None else _without(across, "problems", "lead_waits_ns"),
+        "across_ranks": view.across,
         "events": _events(view),
         "throughput": view.throughput,
         "system": view.system,
-        "oom": [
-            {
-                **_without(event, "blocks", "is_expandable", "training", "world_size"),
-                "remedies": [each.fields for each in remedies_for(event)],
-            }
-            for event in view.ooms
-        ],
+        "oom": view.ooms,
         "holders": _of_ranks(view, lambda rank: map(columns_of, who_holds(rank.read(HolderRow).rows))),
         "workers": _of_ranks(view, lambda rank: map(encode, workers(rank))),
         "hangs": _of_ranks(view, lambda rank: map(columns_of, rank.read(HangRow).rows)),
-        "traces": [{**_trace(trace), "file": _where(view, trace.file)} for trace in view.traces],
-        "snapshots": [{**_snapshot(snapshot), "file": _where(view, snapshot.file)} for snapshot in view.snapshots],
-        "named": view.named,
+        "traces": [{**encode(trace), "file": _where(view, trace.file)} for trace in view.traces],
+        "snapshots": [{**encode(snapshot), "file": _where(view, snapshot.file)} for snapshot in view.snapshots],
+        "named": [{"rank": rank, **encode(row)} for rank, row in view.named],
         "notes": view.notes,
         "problems": view.problems,
-        "commands": list(map(str, view.commands)),
+        "commands": view.commands,
     }
 
 
@@ -241,7 +184,8 @@ def _where(view: View, path: Path) -> str:
 
 
 def _facts(view: View) -> dict[str, Any]:
-    facts, training = view.facts, view.training or {}
+    lead = view.run.lead
+    facts, training = lead.facts.fields, lead.training.fields if lead.training else {}
     return {
         "directory": _where(view, view.run.directory),
         "root": _where(view, view.run.root),
@@ -250,7 +194,7 @@ def _facts(view: View) -> dict[str, Any]:
         "exception": view.exception,
         "started_ns": facts.get("time_ns"),
         "steps": view.lead.steps,
-        "lead_rank": view.lead.rank,
+        "lead_rank": lead.rank,
         **{key: facts.get(key) for key in RUN_FACTS},
         **{key: training.get(key) for key in TRAINING_FACTS},
         "other_runs": view.others,
@@ -274,7 +218,7 @@ def _memory(report: MemoryReport) -> dict[str, Any]:
     return {
         **_rank_memory(report.lead),
         **_lead_memory(report.lead),
-        **({} if report.forecast is None else {"estimated": report.forecast}),
+        **({} if report.estimate is None else {"estimated": report.estimate}),
         "ranks": [_rank_memory(rank) for rank in report.ranks],
     }
 
@@ -286,7 +230,7 @@ def _rank_memory(memory: RankMemory) -> dict[str, Any]:
         **_fields(peak, "source", "moment", "total_bytes"),
         "peak_bytes": peak.categories if peak else dict.fromkeys(CATEGORIES),
         "unattributed_bytes": saved.unattributed_bytes if saved else None,
-        "functions": {function.name: _function(function) for function in memory.functions},
+        "functions": {function.name: function for function in memory.functions},
         "curve": memory.steps,
         "reasons": memory.reasons,
     }
@@ -298,7 +242,6 @@ def _lead_memory(memory: RankMemory) -> dict[str, Any]:
     peak, saved = memory.peak, memory.activations
     rest = sites[MAX_SITES:]
     where = {"window": window, "device": device.device if device is not None else None}
-    details = ("window", "step", "total_bytes", "dtypes", "attribution", "uncounted")
     return {
         **_fields(peak, "window", "step", "device"),
         "unknown": peak.unknown if peak else {},
@@ -306,10 +249,10 @@ def _lead_memory(memory: RankMemory) -> dict[str, Any]:
             {**_fields(other, "device", "total_bytes"), "peak_bytes": other.categories}
             for other in (peak.others if peak else ())
         ],
-        "activations": _fields(saved, *details) if saved else None,
+        "activations": saved,
         "modules": saved.modules if saved else [],
         "allocations": [
-            {"window": allocations.window, **_without(found, "sites")}
+            {"window": allocations.window, **encode(found)}
             for allocations in memory.allocations
             for found in allocations.devices
         ],
@@ -344,7 +287,7 @@ def _events(view: View) -> dict[str, Any]:
         "parts_ns": {part: mean(step.parts_ns[part] for step in steps) for part in ACTION_PARTS},
         "callbacks_ns": _callbacks(steps),
         "steps": [
-            {**_without(step, "events", "rank"), "events": step.events if place < MAX_LISTED_STEPS else None}
+            {**encode(step), "events": step.events if place < MAX_LISTED_STEPS else None}
             for place, step in enumerate(steps)
         ],
         "actions": actions[:MAX_ACTIONS],
@@ -354,80 +297,42 @@ def _events(view: View) -> dict[str, Any]:
 
 
 def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:
-    sums: dict[str, int] = defaultdict(int)
+    sums: Counter[str] = Counter()
     for step in steps:
-        for name, ns in step.callbacks_ns.items():
-            sums[name] += ns
+        sums.update(step.callbacks_ns)
     means = {name: round(ns / len(steps)) for name, ns in sums.items()}
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
-_AHEAD: Final = ("outside", "ahead_window", "ahead_steps_ns", "is_sample", "unsure_ns", "device_use")
-# The text of a trace of several devices has the shares.
-_BUSY: Final = ("devices_busy_ns",)
-
-
-def _trace(trace: TraceReport) -> dict[str, Any]:
-    """Return a trace; of long lists the first 100 rows, which have the longest times."""
-    rows = ("kernels", "collectives", "copies", "synchronizations", "runtime_calls", "profiler_overhead", "operators")
-    return {
-        **_without(
-            trace, *rows, "allocator_spans", "recorded_with", "host_operators", "arrivals", "steady", *_AHEAD, *_BUSY
-        ),
-        **{name: getattr(trace, name)[:MAX_ROWS] for name in rows},
-        "host_ledger": _ledger(trace.host_ledger),
-        "device_ledger": _ledger(trace.device_ledger),
-    }
-
-
-def _ledger(ledger: TimeLedger | None) -> dict[str, Any] | None:
-    """Return a ledger with its 30 longest lines, the sum of the others, and the time of each part."""
-    if ledger is None:
-        return None
-    parts = dict.fromkeys(line.part for line in ledger.lines)
-    return {
-        **_fields(ledger, "step_ns", "median_ns", "steps", "basis", "stalls", "window_factor"),
-        "parts_ns": {part: ledger.ns(part) for part in parts},
-        "lines": [_without(line, "inside") for line in ledger.lines[:MAX_LEDGER_LINES]],
-        "communication": [_without(line, "inside") for line in ledger.communication[:MAX_LEDGER_LINES]],
-        "other_lines": len(ledger.lines[MAX_LEDGER_LINES:]),
-        "other_ns": total(ledger.lines[MAX_LEDGER_LINES:]),
-    }
-
-
 def _ledgers(view: View) -> dict[str, Any] | None:
     """Return the ledger of time, and under ``memory`` that of bytes."""
-    time, memory = _ledger(view.ledger), _byte_ledger(view.byte_ledger)
+    time, memory = encode(view.ledger), encode(view.byte_ledger)
     return None if time is None and memory is None else {**(time or {}), "memory": memory}
 
 
-def _byte_ledger(ledger: ByteLedger | None) -> dict[str, Any] | None:
-    """Return a ledger with its 30 largest lines, the sum of the others, and the bytes of each category."""
-    if ledger is None:
-        return None
-    shown, others = ledger.lines[:MAX_LEDGER_LINES], ledger.lines[MAX_LEDGER_LINES:]
+def _time_sums(ledger: TimeLedger) -> dict[str, Any]:
+    """Return the time of each part, and the sum of the lines that are not listed."""
+    others = ledger.lines[MAX_LEDGER_LINES:]
+    parts = dict.fromkeys(line.part for line in ledger.lines)
     return {
-        **_fields(ledger, "peak_bytes", "basis", "place", "limit_bytes", "outside_bytes", "sharing", "step"),
-        "categories_bytes": ledger.categories,
-        "lines": shown,
+        "parts_ns": {part: ledger.ns(part) for part in parts},
         "other_lines": len(others),
-        "other_bytes": sum(line.bytes for line in others),
+        "other_ns": total(others),
     }
 
 
-def _snapshot(snapshot: SnapshotReport) -> dict[str, Any]:
-    return {
-        **_fields(snapshot, "file", "form", "oom", "missing"),
-        "imbalance": snapshot.imbalance,
-        "devices": [_device(device) for device in snapshot.devices],
-    }
+def _byte_sums(ledger: ByteLedger) -> dict[str, Any]:
+    """Return the bytes of each category, and the sum of the lines that are not listed."""
+    others = ledger.lines[MAX_LEDGER_LINES:]
+    sums = {"other_lines": len(others), "other_bytes": sum(line.bytes for line in others)}
+    return {"categories_bytes": ledger.categories, **sums}
 
 
 def _device(device: DeviceReport) -> dict[str, Any]:
     """Return a device; of its stacks the 100 largest, and the sum of the others."""
     others = device.holders_at_peak[MAX_ROWS:]
-    listed = ("holders_at_peak", "lines_at_peak", "functions_at_peak", "oldest", "pools")
-    figures = ("peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events", "largest_at_peak")
+    listed = ("holders_at_peak", "lines_at_peak", "functions_at_peak")
+    figures = ("peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events")
     return {
         **_fields(device.snapshot, "device", *SNAPSHOT_SIZES, "is_expandable"),
         **_fields(device, *figures, "start_us", "end_us"),
@@ -435,9 +340,66 @@ def _device(device: DeviceReport) -> dict[str, Any]:
         "segments": len(device.snapshot.segments),
         "fragmentation": _fields(device.snapshot, *FRAGMENTATION),
         **{name: getattr(device, name)[:MAX_ROWS] for name in listed},
-        "ledger": _byte_ledger(snapshot_bytes(device)),
+        "ledger": snapshot_bytes(device),
         "other_holders_bytes": sum(holder.bytes for holder in others),
         "other_holders": len(others),
-        "segments_made": dict(zip(("count", "bytes"), device.segments_made, strict=True)),
-        "segments_returned": dict(zip(("count", "bytes"), device.segments_returned, strict=True)),
     }
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of a type in JSON, where that is not all of its fields.
+
+    Args:
+        omit: fields that JSON has in another form, or that only rules and pages need.
+        first: how many rows it has of a long list, by the field's name.
+        more: returns further fields.
+    """
+
+    omit: frozenset[str] = frozenset()
+    first: Mapping[str, int] = {}
+    more: Callable[[Any], dict[str, Any]] | None = None
+
+
+_WHOLE: Final = Shape()
+SHAPES: Final[Mapping[type, Shape]] = {
+    Activations: Shape(omit=frozenset({"modules", "inputs", "parameters"})),
+    Autopsy: Shape(
+        omit=frozenset({"blocks", "is_expandable", "training", "world_size"}),
+        more=lambda event: {"remedies": [remedy.fields for remedy in remedies_for(event)]},
+    ),
+    Batches: Shape(more=lambda found: {"best": None if found.best is None else found.best.samples}),
+    ByteLedger: Shape(omit=frozenset({"workspace_bytes"}), first={"lines": MAX_LEDGER_LINES}, more=_byte_sums),
+    Cell: Shape(omit=frozenset({"whole", "style", "id", "command", "sort"})),
+    DeviceAllocations: Shape(omit=frozenset({"sites"})),
+    DeviceReport: Shape(omit=frozenset(DeviceReport.__struct_fields__), more=_device),
+    Difference: Shape(more=lambda row: _fields(row, "change", "relative", "is_above_noise", "has_too_few_steps")),
+    Event: Shape(omit=frozenset({"phase", "callback"})),
+    Finding: Shape(omit=frozenset({"weight"}), more=lambda finding: {"remedies": finding.steps}),
+    FunctionReport: Shape(omit=frozenset(FunctionReport.__struct_fields__), more=_function),
+    Measure: Shape(omit=frozenset({"steps"})),
+    Outcome: Shape(more=lambda outcome: {"limit": outcome.limit.text}),
+    RankReport: Shape(omit=frozenset({"problems", "lead_waits_ns"})),
+    RankView: Shape(omit=frozenset({"statistics"})),
+    RegionRow: Shape(omit=frozenset({"recorded"})),
+    Side: Shape(omit=frozenset({"measures", "named", "spreads", "sentences"})),
+    SnapshotReport: Shape(omit=frozenset({"settings"})),
+    StepEvents: Shape(omit=frozenset({"events"})),
+    TimeLedger: Shape(
+        omit=frozenset({"work", "double_backward_ns", "recomputed_ns", "forwards", "exposed", "passes"}),
+        first={"lines": MAX_LEDGER_LINES, "communication": MAX_LEDGER_LINES},
+        more=_time_sums,
+    ),
+    TimeLine: Shape(omit=frozenset({"inside"})),
+    TraceReport: Shape(
+        omit=frozenset({
+            "recorded_with", "arrivals", "is_steady", "ahead_window", "ahead_steps_ns", "is_sample", "device_use",
+            "devices_busy_ns",
+        }),
+        first=dict.fromkeys(
+            ("kernels", "collectives", "copies", "synchronizations", "runtime_calls", "profiler_overhead", "operators"),
+            MAX_ROWS,
+        ),
+    ),
+    Trial: Shape(more=lambda trial: {"best": None if trial.best is None else trial.best.remedy}),
+    **dict.fromkeys(get_args(Item), Shape(more=lambda part: {"part": part.part})),
+}  # fmt: skip

@@ -18,7 +18,6 @@ DIM: Final = "bright_black"
 STYLES: Final = {"": "", "dim": DIM, "good": "green", "warn": "yellow", "bad": "red"}
 EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 LEVELS: Final = "▁▂▃▄▅▆▇█"
-ASCII_LEVELS: Final = "_.:-=+*#"
 GAP: Final = 2
 BAR_WIDTH: Final = 10
 # A name keeps this much before a column is dropped for it, this much before one is repeated below, and this much at
@@ -104,21 +103,18 @@ def hang(label: str, text: str, width: int, indent: int, styles: tuple[str, str]
     ]
 
 
-def bar(share: float, width: int, *, ascii_only: bool) -> str:
+def bar(share: float, width: int) -> str:
     """Draw a share of ``width`` characters, to an eighth of one; a positive share is never empty."""
     share = max(0.0, min(1.0, share))
-    if ascii_only:
-        return "#" * max(round(share * width), share > 0)
     eighths = max(round(share * width * 8), share > 0)
     return EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
-def sparkline(values: Sequence[int], width: int, *, ascii_only: bool) -> str:
+def sparkline(values: Sequence[int], width: int) -> str:
     """Draw values as characters, from 0 to the largest."""
     shown = tops(values, width)
-    levels = ASCII_LEVELS if ascii_only else LEVELS
     most = max(shown, default=0)
-    return "".join(levels[min(7, max(0, value) * 8 // (most + 1))] for value in shown)
+    return "".join(LEVELS[min(7, max(0, value) * 8 // (most + 1))] for value in shown)
 
 
 def tops(values: Sequence[int], width: int) -> list[int]:
@@ -128,7 +124,7 @@ def tops(values: Sequence[int], width: int) -> list[int]:
     return [max(values[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def table_lines(table: Table, width: int, *, ascii_only: bool) -> list[Line]:
+def table_lines(table: Table, width: int) -> list[Line]:
     """Lay out a table in lines of at most ``width`` characters.
 
     Where they are too short, columns with a priority are dropped, then names take two lines; what still has no room is
@@ -140,7 +136,7 @@ def table_lines(table: Table, width: int, *, ascii_only: bool) -> list[Line]:
     while places:
         taken, rest = _fitting(table.columns, [*shown, *table.footer], places, width)
         lines += [()] * bool(lines)
-        block = _block(table, shown, taken, width, ascii_only=ascii_only)
+        block = _block(table, shown, taken, width)
         places = [0, *rest] if rest else []
         lines += [*block[0], *([((cut(f"  {more}", width), DIM),)] if more and not rest else []), *block[1]]
     return lines
@@ -191,9 +187,7 @@ def _fitting(
     return widths, rest
 
 
-def _block(
-    table: Table, rows: Sequence[Row], widths: dict[int, int], width: int, *, ascii_only: bool
-) -> tuple[list[Line], list[Line]]:
+def _block(table: Table, rows: Sequence[Row], widths: dict[int, int], width: int) -> tuple[list[Line], list[Line]]:
     """Return the lines of the headings and the rows, and those of the footer."""
     columns = table.columns
     room = width - sum(widths.values()) - GAP * len(widths)
@@ -221,7 +215,7 @@ def _block(
                 )
                 for part, place in zip(parts, widths, strict=True)
             ]
-            tail = bar(fill, drawn, ascii_only=ascii_only) if fill is not None and height == 0 else ""
+            tail = bar(fill, drawn) if fill is not None and height == 0 else ""
             (lines if number < len(rows) else footer).append(_joined(cells, tail))
     return lines, footer
 

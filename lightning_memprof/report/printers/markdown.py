@@ -42,6 +42,7 @@ def _page(document: Document, *, is_full: bool) -> Iterator[str]:
     yield f"**{_safe(document.verdict)}**"
     yield _safe(document.why)
     yield f"Next: {_safe(document.next)}" if document.next else ""
+    yield f"Saves: {_safe(document.saves)}" if document.saves else ""
     status = f" · {_safe(document.status)}" if document.status else ""
     yield _safe(document.about) + status + (f": {_safe(document.exception)}" if document.exception else "")
     yield f"{_safe(document.incomplete)}. {_safe(document.update)}" if document.incomplete else ""
@@ -69,7 +70,7 @@ def _sections(document: Document, *, is_full: bool) -> Iterator[str]:
 def _part(part: Item, *, is_full: bool) -> Iterator[str]:
     title = _safe(getattr(part, "title", ""))
     if isinstance(part, Table):
-        if part.is_detail or not is_full or (not part.rows and not part.footer):
+        if not is_full or (not part.rows and not part.footer):
             return
         yield f"### {title}" if title else ""
         yield _table(part)
@@ -103,6 +104,7 @@ def _findings(part: Findings) -> str:
     return "\n".join(
         f"- {card.badge}: {_safe(card.heading)} {_safe(card.why)}"
         + "".join(f"\n  - {_safe(step)}" for step in card.next_steps)
+        + (f"\n  - Saves: {_safe(card.saves)}" if card.saves else "")
         for card in part.cards
     )
 

@@ -10,7 +10,7 @@ from typing import Final, TextIO
 
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.layout import Line
-from lightning_memprof.report.printers.text import encoded, full_page, plain, sections_page, short_page
+from lightning_memprof.report.printers.text import encoded, full_page, plain, short_page
 
 WIDTH: Final = 100
 _DEFAULT_SIZE: Final = os.terminal_size((80, 24))
@@ -31,17 +31,12 @@ def print_document(document: Document, file: TextIO | None = None, *, is_full: b
     print_page(full_page if is_full else short_page, document, file)
 
 
-def print_sections(document: Document) -> None:
-    """Print the sections of a document without its verdict."""
-    print_page(sections_page, document)
-
-
 def print_page(
     page: Callable[..., Sequence[Line]], document: Document, file: TextIO | None = None, *, width: int = WIDTH
 ) -> None:
     """Print the lines that a page makes of a document, at most ``width`` columns wide."""
     file = file or sys.stdout
-    print_lines(page(document, page_width(file, width), ascii_only=ascii_only(file)), file)
+    print_lines(page(document, page_width(file, width)), file)
 
 
 def print_lines(lines: Iterable[Line], file: TextIO | None = None) -> None:
@@ -85,20 +80,11 @@ def page_width(file: TextIO, width: int = WIDTH) -> int:
     return max(1, min(_size(file).columns, width))
 
 
-def ascii_only(file: TextIO) -> bool:
-    """Return whether the encoding of ``file`` may lack the characters of bars."""
-    return not _encoding(file).lower().startswith("utf")
-
-
 def is_terminal(file: TextIO | None) -> bool:
     """Return whether ``file`` is a terminal; a stream may be closed, of a program's own type, or None."""
     with suppress(AttributeError, ValueError):
         return file.isatty()  # type: ignore[union-attr]
     return False
-
-
-def _encoding(file: TextIO) -> str:
-    return getattr(file, "encoding", None) or "utf-8"
 
 
 def _size(file: TextIO) -> os.terminal_size:
@@ -126,7 +112,7 @@ def _has_colors(file: TextIO) -> bool:
 
 def _text(lines: Iterable[Line], file: TextIO) -> str:
     """Return lines as text in the encoding of ``file``."""
-    return encoded(_styled(lines) if _has_colors(file) else plain(lines), _encoding(file))
+    return encoded(_styled(lines) if _has_colors(file) else plain(lines), file)
 
 
 def _styled(lines: Iterable[Line]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, TextIO
 
 from lightning_memprof.report.document import (
-    Bar,
     Cell,
     Chart,
     Document,
@@ -65,21 +65,20 @@ PALETTE: Final = {
 }
 # Parts differ where there are no colours, too: as many marks as a stack has parts.
 BLOCKS: Final = "█▓▒░▚▌▄┼▞▖◆○"
-ASCII_BLOCKS: Final = "#=+-*o%x~:^."
-
-ASCII: Final = str.maketrans({"·": ",", "…": "~", "─": "-", "–": "-", "µ": "u", "←": "<"})
+# For encodings without these characters: punctuation, the marks above, and the levels of curves and ends of bars.
+ASCII: Final = str.maketrans("·…─–µ←█▓▒░▚▌▄┼▞▖◆○▁▂▃▅▆▇▏▎▍▋▊▉", ",~--u<#=+-*o%x~:^._.:=+*...###")
 
 Block = list[Line]
 
 
-def short_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]:
+def short_page(document: Document, width: int) -> list[Line]:
     """Return the page of one screen: the verdict, the sections with a summary, and the next two commands."""
     lines: list[Line] = []
     for longest, is_dense in ((4, False), (3, True), (2, True), (1, True)):
         about = [*_about(document, width)[: longest + 1], *_incomplete(document, width)]
         blocks = [_verdict(document, width, longest), _also(document, width, longest), about]
         for section in document.summary().sections:
-            blocks += [_short(part, width, longest, ascii_only=ascii_only) for part in section.parts]
+            blocks += [_short(part, width, longest) for part in section.parts]
         blocks.append([*_place(document), *_commands(document, width, SHORT_COMMANDS)])
         lines = _joined([block for block in blocks if block], is_dense=is_dense)
         if len(lines) <= LINES:
@@ -87,19 +86,19 @@ def short_page(document: Document, width: int, *, ascii_only: bool) -> list[Line
     return lines
 
 
-def full_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]:
+def full_page(document: Document, width: int) -> list[Line]:
     """Return all sections between the verdict and the commands."""
     blocks = [_verdict(document, width, None), _about(document, width)]
     if document.incomplete:
         blocks.append(hang("note", f"{document.incomplete}. {document.update}", width, LABEL))
-    blocks.append(sections_page(document, width, ascii_only=ascii_only))
+    blocks.append(sections_page(document, width))
     blocks.append([*_place(document), *_commands(document, width, len(document.commands))])
     return _joined([block for block in blocks if block])
 
 
-def sections_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]:
+def sections_page(document: Document, width: int) -> list[Line]:
     """Return the sections of a document alone."""
-    found = (_section(section, document, width, ascii_only=ascii_only) for section in document.sections)
+    found = (_section(section, document, width) for section in document.sections)
     return _joined([block for block in found if block])
 
 
@@ -108,8 +107,9 @@ def plain(lines: Iterable[Line]) -> str:
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
 
 
-def encoded(text: str, encoding: str) -> str:
-    """Return a text with the letters that an encoding does not have replaced."""
+def encoded(text: str, file: TextIO) -> str:
+    """Return a text with the letters that the encoding of ``file`` does not have replaced."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
     if encoding.lower().replace("-", "").startswith("utf"):
         return text
     return text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
@@ -128,7 +128,7 @@ def _joined(blocks: Sequence[Block], *, is_dense: bool = False) -> list[Line]:
 def _verdict(document: Document, width: int, longest: int | None) -> Block:
     rule = f" ({document.rule})" if document.rule and document.badge != "none" else ""
     lines = hang("verdict", words_text(document.verdict) + rule, width, LABEL, ("bold", BADGES[document.badge]))
-    for label, words in (("why", words_text(document.why)), ("next", document.next)):
+    for label, words in (("why", words_text(document.why)), ("next", document.next), ("saves", document.saves)):
         lines += _first(hang(label, words, width, LABEL), longest, width) if words else []
     return lines
 
@@ -199,12 +199,12 @@ def _commands(document: Document, width: int, number: int) -> Block:
     return lines
 
 
-def _short(part: Item, width: int, longest: int, *, ascii_only: bool) -> Block:
+def _short(part: Item, width: int, longest: int) -> Block:
     if isinstance(part, Figures):
         shown = (_figure(figure, width) for figure in part.items if figure.is_short)
         return [line for lines in shown for line in _first(lines, min(longest, 2), width)]
     if isinstance(part, Stack):
-        return _stacked(part, width, ascii_only=ascii_only)
+        return _stacked(part, width)
     if isinstance(part, Lines) and part.is_short:
         return _labelled(part.rows[:SHORT_ROWS], width, longest=2 if longest > 2 else 1)
     return []
@@ -220,23 +220,19 @@ def _figure(figure: Figure, width: int) -> Block:
     return [(*head, (f"  {first}", DIM)), *(((" " * indent, ""), (line, DIM)) for line in rest)]
 
 
-def _stacked(stack: Stack, width: int, *, ascii_only: bool) -> Block:
+def _stacked(stack: Stack, width: int) -> Block:
     """Draw a whole as one bar, with a legend below it."""
-    blocks = ASCII_BLOCKS if ascii_only else BLOCKS
-    marks = [(found, blocks[place % len(blocks)]) for place, found in enumerate(stack.bars)]
     drawn: list[tuple[str, str]] = []
+    entries: list[list[tuple[str, str]]] = []
     done, end = 0, 0.0
-    for found, mark in marks:
+    for found, mark in zip(stack.bars, itertools.cycle(BLOCKS), strict=False):
         end += found.value.share or 0.0
         length = max(0, round(min(1.0, end) * width) - done)
         drawn.append((mark * length, PALETTE.get(found.key, DIM)))
         done += length
-    entries = [[(f"{mark} ", PALETTE.get(found.key, DIM)), (_legend(found), "")] for found, mark in marks]
+        words = f"{clean(found.name)} {percent(found.value.share or 0.0)} {cell_text(found.value)}"
+        entries.append([(f"{mark} ", PALETTE.get(found.key, DIM)), (words, "")])
     return [*_title(stack, width), tuple(drawn), *_flowing(entries, width)]
-
-
-def _legend(found: Bar) -> str:
-    return f"{clean(found.name)} {percent(found.value.share or 0.0)} {cell_text(found.value)}"
 
 
 def _title(stack: Stack, width: int) -> Block:
@@ -270,22 +266,22 @@ def _labelled(rows: Sequence[Row], width: int, longest: int | None = None) -> Bl
     return lines
 
 
-def _section(section: Section, document: Document, width: int, *, ascii_only: bool) -> Block:
+def _section(section: Section, document: Document, width: int) -> Block:
     heading = clean(section.title)
-    rule = ("-" if ascii_only else "─") * max(0, width - text_width(heading) - 1)
+    rule = "─" * max(0, width - text_width(heading) - 1)
     lines: Block = [((cut(heading, width), "bold"), (f" {rule}", DIM))]
     lead = words_text(section.lead)
     lines += [((line, ""),) for line in wrap(lead, width)] if lead else []
-    blocks = [_part(part, document, width, ascii_only=ascii_only) for part in section.parts]
+    blocks = [_part(part, document, width) for part in section.parts]
     first, *rest = [block for block in blocks if block] or [[]]
     return _joined([lines, first, *rest] if lead and first else [lines + first, *rest])
 
 
-def _part(part: Item, document: Document, width: int, *, ascii_only: bool) -> Block:
+def _part(part: Item, document: Document, width: int) -> Block:
     if isinstance(part, Table):
-        lines = _table(part, width, ascii_only=ascii_only)
+        lines = [*_titled(part.title, width), *table_lines(part, width)] if part.rows or part.footer else []
     elif isinstance(part, Stack):
-        lines = _listed(part, width, ascii_only=ascii_only)
+        lines = _listed(part, width)
     elif isinstance(part, Facts):
         lines = _facts(part, width)
     elif isinstance(part, Figures):
@@ -297,19 +293,13 @@ def _part(part: Item, document: Document, width: int, *, ascii_only: bool) -> Bl
     elif isinstance(part, Paragraph):
         lines = [((line, DIM),) for line in wrap(words_text(part.words), width)]
     else:
-        lines = _curve(part, width, ascii_only=ascii_only)
+        lines = _curve(part, width)
     notes: Sequence[Words] = getattr(part, "notes", ()) if lines else ()
     return [*lines, *(line for note in notes for line in hang("", words_text(note), width, 2, ("", DIM)))]
 
 
 def _titled(title: str, width: int) -> Block:
     return [((line, "bold"),) for line in wrap(title, width)] if title else []
-
-
-def _table(table: Table, width: int, *, ascii_only: bool) -> Block:
-    if table.is_detail or not (table.rows or table.footer):
-        return []
-    return [*_titled(table.title, width), *table_lines(table, width, ascii_only=ascii_only)]
 
 
 def _facts(facts: Facts, width: int) -> Block:
@@ -320,7 +310,7 @@ def _facts(facts: Facts, width: int) -> Block:
     return lines
 
 
-def _listed(stack: Stack, width: int, *, ascii_only: bool) -> Block:
+def _listed(stack: Stack, width: int) -> Block:
     names = [clean(found.name) for found in stack.bars] + [clean(name) for name, _ in stack.unknown]
     indent = min(max(map(text_width, names), default=0) + 4, max(width - 18, 4))
     most = max((found.value.share or 0.0 for found in stack.bars), default=0.0)
@@ -328,7 +318,7 @@ def _listed(stack: Stack, width: int, *, ascii_only: bool) -> Block:
     for found in stack.bars:
         share = found.value.share or 0.0
         words = f"{cell_text(found.value):>9}{percent(share):>6}  "
-        drawn = bar(share / most if most else 0.0, max(min(width - indent - len(words), 40), 0), ascii_only=ascii_only)
+        drawn = bar(share / most if most else 0.0, max(min(width - indent - len(words), 40), 0))
         name = pad(cut(f"  {clean(found.name)}", indent - 1), indent)
         lines.append(((name, ""), (words, ""), (drawn, PALETTE.get(found.key, DIM))))
     for name, reason in stack.unknown:
@@ -343,16 +333,17 @@ def _findings(document: Document, width: int) -> Block:
         lines = hang(card.badge, f"{card.heading} ({card.rule})", width, LABEL, (BADGES[card.badge], "bold"))
         lines += hang("why", card.why, width, LABEL) if card.why else []
         lines += [line for step in card.next_steps for line in hang("next", step, width, LABEL)]
+        lines += hang("saves", card.saves, width, LABEL) if card.saves else []
         blocks.append(lines)
     if len(cards) > MAX_FINDINGS:
         blocks.append(hang("", f"{len(cards) - MAX_FINDINGS} more findings: --format json", width, 0, ("", DIM)))
     return _joined(blocks)
 
 
-def _curve(chart: Chart, width: int, *, ascii_only: bool) -> Block:
+def _curve(chart: Chart, width: int) -> Block:
     if len(chart.values) < 2:
         return []
     words = words_text(chart.words)
     lines = _titled(chart.title, width)
-    lines.append((("  ", ""), (sparkline(chart.values, max(width - 2, 1), ascii_only=ascii_only), "yellow")))
+    lines.append((("  ", ""), (sparkline(chart.values, max(width - 2, 1)), "yellow")))
     return lines + (hang("", words, width, 2, ("", DIM)) if words else [])

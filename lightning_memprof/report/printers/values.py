@@ -27,8 +27,8 @@ def cell_text(cell: Cell) -> str:
         return NONE
     if unit.endswith(" change"):
         return _change(value, unit.removesuffix(" change"))
-    if unit in _NUMBERS:
-        return _NUMBERS[unit](value)
+    if unit in NUMBERS:
+        return NUMBERS[unit](value)
     return amount(value, unit)
 
 
@@ -74,7 +74,8 @@ def _change(value: float, unit: str) -> str:
     return f"{'+' if value >= 0 else ''}{cell_text(Cell(value, unit))}"
 
 
-_NUMBERS: Final[Mapping[str, Callable[[float], str]]] = {
+# Units with a format of their own; any other unit follows the number, with a decimal prefix: "FLOP/s".
+NUMBERS: Final[Mapping[str, Callable[[float], str]]] = {
     "bytes": format_bytes,
     "bytes/s": lambda value: f"{format_bytes(value)}/s",
     "ns": format_ns,

@@ -18,15 +18,15 @@ from lightning_memprof.report.document import (
     Item,
     Line,
     Lines,
-    Phrase,
     Section,
     Table,
     Words,
+    joined,
     phrase,
-    rate,
 )
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
+from lightning_memprof.report.sections.live import live_section
 from lightning_memprof.report.sections.memory import memory_section, modules_section, sites_section
 from lightning_memprof.report.sections.oom import holders_section, oom_section
 from lightning_memprof.report.sections.overview import finding_cards, first_file, overview_section
@@ -48,28 +48,10 @@ from lightning_memprof.report.sections.workers import workers_section
 from lightning_memprof.report.view import View
 from lightning_memprof.units import format_count, format_list, format_ns, quoted
 
-# A run has these sections only where there is something in them; otherwise this is what there is to say.
-EMPTY_SECTIONS: Final = {
-    "oom": "no out-of-memory error was recorded",
-    "hangs": "no step exceeded its limit",
-    "holders": "no search for holders: memory did not grow enough",
-    "tried": "no remedy was tried",
-    "ranks": "the run has one rank",
-    "workers": "no DataLoader workers were recorded",
-    "traces": "no operator trace was recorded",
-    "snapshots": "no allocator snapshot was recorded",
-}
-
 MAX_NAMED: Final = 16
 # A damaged manifest may name any number of ranks.
 MOST_RANKS: Final = 1 << 20
 STANDS_NS: Final = 10_000_000_000
-STATUS_WORDS: Final = {
-    "finished": "finished",
-    "exception": "ended by an exception",
-    "running or killed": "running or killed",
-    "did not start": "did not start",
-}
 
 
 def document_of(view: View | FilesView) -> Document:
@@ -81,13 +63,13 @@ def run_document(view: View) -> Document:
     """Return the document of a run."""
     sections = [section for section in _sections(view) if section is not None]
     overview = overview_section(view, file_ids(view), [section.id for section in sections])
-    incomplete = _incomplete(view)
+    incomplete, live = _incomplete(view), live_section(view.live)
     where = place(view.run.directory, view.run)
     return Document(
         title=_title(view),
         kind="run",
         about=_about(view),
-        status=STATUS_WORDS[view.status],
+        status="ended by an exception" if view.status == "exception" else view.status,
         status_style=STATUS_STYLES.get(view.status, "warn"),
         exception=view.exception,
         badge=BADGES[view.verdict.severity],
@@ -95,7 +77,8 @@ def run_document(view: View) -> Document:
         verdict=view.verdict.title,
         why=view.verdict.why,
         next=view.verdict.next,
-        sections=[overview, *sections],
+        saves=view.verdict.saves,
+        sections=[*([] if live is None else [live]), overview, *sections],
         location=where,
         commands=view.commands,
         incomplete=incomplete,
@@ -132,20 +115,16 @@ def _title(view: View) -> str:
 def _about(view: View) -> Words:
     """Return the stage, the model, the device and the number of steps."""
     facts, training = view.run.lead.facts, view.run.lead.training or TrainingFacts()
-    parts: list[str | Cell | None] = [
+    parts: list[Words | None] = [
         facts.stage + (f" of {training.model}" if training.model else ""),
-        rate(training.parameters, "parameters") if training.parameters is not None else None,
+        phrase("{parameters}", training.parameters) if training.parameters is not None else None,
         training.precision,
         f"on {facts.device or '?'}" + (f" with {facts.strategy}" if facts.strategy else ""),
         f"{len(view.ranks)} ranks" if len(view.ranks) > 1 else None,
         format_count(view.lead.steps, "step"),
         None if view.verdict.rule == "hang" else _standing(view),
     ]
-    known = [part for part in parts if part]
-    joined: list[str | Cell] = [known[0]]
-    for part in known[1:]:
-        joined += [" · ", part]
-    return Phrase(tuple(joined))
+    return joined(" · ", [part for part in parts if part])
 
 
 def _standing(view: View) -> str | None:
@@ -171,9 +150,8 @@ def _incomplete(view: View) -> str:
     late = [rank.rank for rank in view.ranks if rank.status == "running or killed"]
     unstarted = [rank.rank for rank in view.ranks if rank.status == "did not start" and len(statuses) > 1]
     there = {rank.rank for rank in view.ranks}
-    world_size = view.facts.get("world_size")
-    ranks = range(min(world_size, MOST_RANKS)) if isinstance(world_size, int) else range(0)
-    absent = [rank for rank in ranks if rank not in there]
+    world_size = min(view.run.lead.facts.world_size or 0, MOST_RANKS)
+    absent = [rank for rank in range(world_size) if rank not in there]
     found = [
         *_ranks("had not ended (running or killed)", late),
         *_ranks("had not started", unstarted),
@@ -212,6 +190,7 @@ def files_document(view: FilesView) -> Document:
         verdict=f"{file}: {view.verdict.title}" if file else view.verdict.title,
         why=view.verdict.why,
         next=view.verdict.next,
+        saves=view.verdict.saves,
         sections=[Section("overview", "Overview", parts=[*_stacks(view), Findings(cards)], summary=True), *sections],
         location=os.fspath(next(iter(view.sizes))) if len(names) == 1 else "",
         commands=view.commands,

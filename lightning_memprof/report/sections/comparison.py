@@ -26,8 +26,6 @@ from lightning_memprof.report.document import (
     Words,
     joined,
     phrase,
-    share,
-    text,
 )
 from lightning_memprof.report.sections.labels import PEAKS, called
 from lightning_memprof.report.sections.tables import Field, filled
@@ -39,10 +37,10 @@ WHY: Final = (
     "of two runs of one program."
 )
 NEXT: Final = "See what changed in B: lightning-memprof show"
-KINDS: Final[Mapping[str, tuple[str, Style]]] = {
-    "appeared": ("only in B", "warn"),
-    "disappeared": ("only in A", "dim"),
-    "changed": ("changed", ""),
+KINDS: Final = {
+    "appeared": Cell("only in B", style="warn"),
+    "disappeared": Cell("only in A", style="dim"),
+    "changed": Cell("changed"),
 }
 # The figure of a finding is its severity.
 SEVERITIES: Final = {1.0: "info", 2.0: "warning", 3.0: "critical"}
@@ -199,14 +197,14 @@ def _quantities(comparison: Comparison) -> Iterator[Table]:
         Field("B spread", "share", lambda found: _spread(found.b)),
         Field("change", "number", _changed),
         Field("confidence", "text", _confidence, priority=1),
-        Field("source", "text", lambda found: text(_source(found), "dim"), priority=2),
+        Field("source", "text", lambda found: Cell(_source(found), style="dim"), priority=2),
         most=None,
     )
 
 
 def _changed(difference: Difference) -> Cell:
     if difference.problem is not None:
-        return text("n/a", "dim")
+        return Cell("n/a", style="dim")
     if not difference.is_above_noise:
         return Cell(_noise(difference) if difference.change is not None else None, sort=0, style="dim")
     return _change(difference, "bad" if _is_worse(difference) else "good")
@@ -220,9 +218,9 @@ def _noise(difference: Difference) -> str:
 
 def _confidence(difference: Difference) -> Cell:
     if difference.rank_test is None or difference.rank_test.confidence is None or not difference.is_above_noise:
-        return text(None)
+        return Cell(None)
     confidence = difference.rank_test.confidence
-    return text(
+    return Cell(
         f">{_MOST_CONFIDENCE:.1%}" if confidence > _MOST_CONFIDENCE else f"{math.floor(confidence * 1e3) / 10:g}%"
     )
 
@@ -241,7 +239,7 @@ def _value(measure: Measure | None) -> Cell:
 
 def _spread(measure: Measure | None) -> Cell:
     known = measure is not None and measure.value and measure.samples > 1
-    return share(measure.noise / abs(measure.value) if measure is not None and known else None)
+    return Cell(measure.noise / abs(measure.value) if measure is not None and known else None, "share")
 
 
 def _change(difference: Difference, style: Style = "") -> Cell:
@@ -260,7 +258,7 @@ def _group(name: str, changes: Sequence[NamedChange]) -> Section:
         Table(f"{name}-table", "", top=MAX_NAMES),
         changes,
         Field("name", "code", lambda changed: changed.name),
-        Field("change", "text", lambda changed: text(*KINDS[changed.kind])),
+        Field("change", "text", lambda changed: KINDS[changed.kind]),
         Field("A", "number", lambda changed: _figure(changed.a, changed)),
         Field("B", "number", lambda changed: _figure(changed.b, changed)),
         Field("finding", "text", lambda changed: changed.title, priority=1),

@@ -11,7 +11,6 @@ from lightning_memprof.report.document import (
     Badge,
     Cell,
     Chart,
-    Column,
     Command,
     Document,
     Facts,
@@ -26,15 +25,10 @@ from lightning_memprof.report.document import (
     Style,
     Table,
     Words,
-    change,
-    code,
-    duration,
     phrase,
-    rate,
-    size,
-    text,
 )
 from lightning_memprof.report.sections.labels import bars, called
+from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.units import MIB, format_bytes, format_count, percent
 
 _LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
@@ -63,18 +57,9 @@ def estimate_document(estimate: Estimate) -> Document:
         verdict=_verdict(estimate),
         why=_why(estimate),
         next=_next(estimate),
-        sections=list(_sections(estimate)),
+        sections=[_overview(estimate), _memory(estimate), _modules(estimate), _basis(estimate)],
         commands=list(_commands(estimate)),
     )
-
-
-def _sections(estimate: Estimate) -> Iterator[Section]:
-    yield _overview(estimate)
-    yield _memory(estimate)
-    yield _modules(estimate)
-    if estimate.alternatives:
-        yield _alternatives(estimate)
-    yield _basis(estimate)
 
 
 def _commands(estimate: Estimate) -> Iterator[Command]:
@@ -93,7 +78,7 @@ def _about(estimate: Estimate) -> Words:
     samples = "batch" if estimate.batch_size is None else f"batch of {format_count(estimate.batch_size, 'sample')}"
     shapes = f" ({', '.join(estimate.batch)})" if estimate.batch else ""
     few = estimate.parameters < _FEW
-    count = format_count(estimate.parameters, "parameter") if few else rate(estimate.parameters, "parameters")
+    count = format_count(estimate.parameters, "parameter") if few else Cell(estimate.parameters, "parameters")
     first = f" · first fit at {estimate.called_at}" if estimate.called_at else ""
     return Phrase((f"{estimate.device.name} · ", count, f" · {samples}{shapes}{ranks}{first}"))
 
@@ -101,24 +86,25 @@ def _about(estimate: Estimate) -> Words:
 def _verdict(estimate: Estimate) -> Words:
     limit, reserved = estimate.device.usable_bytes, estimate.reserved
     if limit is None:
-        return phrase("Needs {} of memory at its peak.", size(reserved.likely_bytes))
+        return phrase("Needs {bytes} of memory at its peak.", reserved.likely_bytes)
     if estimate.fit == "fits":
         if estimate.is_largest:
             samples = format_count(estimate.batch_size or 0, "sample")
-            fits = size(reserved.likely_bytes)
-            return phrase("The largest batch that fits has {}: {} of {} usable.", samples, fits, size(limit))
+            return phrase(
+                "The largest batch that fits has {}: {bytes} of {bytes} usable.", samples, reserved.likely_bytes, limit
+            )
         if estimate.retries:
             return phrase(
-                "Fits, barely: the peak is {} of {} usable, and the allocator empties its cache, which is slow.",
-                size(reserved.likely_bytes),
-                size(limit),
+                "Fits, barely: the peak is {bytes} of {bytes}, and the allocator empties its cache, which is slow.",
+                reserved.likely_bytes,
+                limit,
             )
-        return phrase("Fits: the peak is {}, and {} is usable.", size(reserved.likely_bytes), size(limit))
+        return phrase("Fits: the peak is {bytes}, and {bytes} is usable.", reserved.likely_bytes, limit)
     if estimate.fit == "does not fit":
-        over = size(reserved.likely_bytes - limit)
-        return phrase("Does not fit: the peak is {}, {} more than is usable.", size(reserved.likely_bytes), over)
-    low, high = size(reserved.low_bytes), size(reserved.high_bytes)
-    return phrase("Too close to call: the peak is between {} and {}; {} are usable.", low, high, size(limit))
+        over = reserved.likely_bytes - limit
+        return phrase("Does not fit: the peak is {bytes}, {bytes} more than is usable.", reserved.likely_bytes, over)
+    between = (reserved.low_bytes, reserved.high_bytes)
+    return phrase("Too close to call: the peak is between {bytes} and {bytes}; {bytes} are usable.", *between, limit)
 
 
 def _why(estimate: Estimate) -> str:
@@ -147,20 +133,22 @@ def _next(estimate: Estimate) -> str:
 
 def _overview(estimate: Estimate) -> Section:
     reserved, device = estimate.reserved, estimate.device
-    between = phrase("between {} and {}", size(reserved.low_bytes), size(reserved.high_bytes))
+    between = phrase("between {bytes} and {bytes}", reserved.low_bytes, reserved.high_bytes)
     figures = [
-        Figure("reserved", size(reserved.likely_bytes), between),
-        Figure("tensors", size(estimate.allocated_bytes), phrase("reached by {}", code(estimate.operator))),
+        Figure("reserved", Cell(reserved.likely_bytes, "bytes"), between),
+        Figure("tensors", Cell(estimate.allocated_bytes, "bytes"), phrase("reached by {}", estimate.operator)),
     ]
     if device.usable_bytes is not None and device.total_bytes is not None:
-        kept: Words = phrase("of {}; CUDA and the driver use the rest", size(device.total_bytes))
+        kept: Words = phrase("of {bytes}; CUDA and the driver use the rest", device.total_bytes)
         if estimate.retries:
             kept = f"the allocator empties its cache {format_count(estimate.retries, 'time')} to fit: this is slow"
-        figures.append(Figure("usable", size(device.usable_bytes), kept if device.name != "CPU" else device.source))
+        figures.append(
+            Figure("usable", Cell(device.usable_bytes, "bytes"), kept if device.name != "CPU" else device.source)
+        )
     if estimate.host.total_bytes >= MIB:
-        moved = (size(estimate.host.to_device_bytes), size(estimate.host.to_host_bytes))
-        copied = phrase("per device; {} to it and {} back per step", *moved)
-        figures.append(Figure("host", size(estimate.host.total_bytes), copied))
+        moved = (estimate.host.to_device_bytes, estimate.host.to_host_bytes)
+        copied = phrase("per device; {bytes} to it and {bytes} back per step", *moved)
+        figures.append(Figure("host", Cell(estimate.host.total_bytes, "bytes"), copied))
     parts: list[Item] = [Figures(figures)]
     if estimate.alternatives:
         parts.append(Lines("Alternatives", [_line(changed, estimate) for changed in estimate.alternatives]))
@@ -168,7 +156,7 @@ def _overview(estimate: Estimate) -> Section:
         lines = [Line("assumed", words, "warn") for words in estimate.assumptions[:_NAMED]]
         parts.append(Lines("Assumptions", lines))
     whole = estimate.allocated_bytes
-    parts.append(Stack("Peak memory by category", size(whole), bars(estimate.categories, whole, "bytes")))
+    parts.append(Stack("Peak memory by category", Cell(whole, "bytes"), bars(estimate.categories, whole, "bytes")))
     return Section("overview", "Overview", parts=parts, summary=True)
 
 
@@ -179,72 +167,42 @@ def _line(changed: Alternative, estimate: Estimate) -> Line:
     saved = estimate.reserved.likely_bytes - likely
     costs = f"; {changed.costs}" if changed.costs and saved > 0 else ""
     fit = f", {changed.fit}" if changed.fit != "no limit" else ""
-    return Line(changed.change, phrase("{} ({}){}{}", size(likely), change(-saved), fit, costs))
+    return Line(changed.change, phrase("{bytes} ({bytes change}){}{}", likely, -saved, fit, costs))
 
 
 def _memory(estimate: Estimate) -> Section:
     whole = estimate.allocated_bytes
     totals = [sum(values) for values in zip(*estimate.live.values(), strict=True)]
-    dtypes = Table(
-        id="dtypes",
-        title="Peak memory by dtype",
-        columns=(Column("dtype", "code"), Column("bytes", "bytes", has_share=True)),
-        rows=[(code(name), size(value, whole)) for name, value in estimate.dtypes.items()],
+    dtypes = filled(
+        Table("dtypes", "Peak memory by dtype"),
+        list(estimate.dtypes.items()),
+        Field("dtype", "code", lambda row: row[0]),
+        Field("bytes", "bytes", lambda row: Cell(row[1], "bytes", whole), has_share=True),
     )
-    return Section("memory", "Memory", parts=[Chart("live", "Memory of tensors during a step", totals), dtypes])
+    return Section("memory", "Memory", parts=[Chart("live", "Memory of tensors during a step", totals), *dtypes])
 
 
 def _modules(estimate: Estimate) -> Section:
     whole = estimate.allocated_bytes
-    table = Table(
-        id="modules",
-        title="Peak memory by module",
-        columns=(Column("module", "code"), Column("category"), Column("bytes", "bytes", has_share=True)),
-        rows=[
-            (code(module or _OUTSIDE), text(called(name)), size(value, whole))
-            for module, name, value in estimate.modules
-        ],
-        notes=[f"Activations belong to the module whose forward makes them; {_OUTSIDE} is all else, such as the loss."],
+    note = f"Activations belong to the module whose forward makes them; {_OUTSIDE} is all else, such as the loss."
+    table = filled(
+        Table("modules", "Peak memory by module", notes=[note]),
+        estimate.modules,
+        Field("module", "code", lambda row: row[0] or _OUTSIDE),
+        Field("category", "text", lambda row: called(row[1])),
+        Field("bytes", "bytes", lambda row: Cell(row[2], "bytes", whole), has_share=True),
+        most=None,
     )
-    return Section("modules", "Modules", parts=[table])
-
-
-def _alternatives(estimate: Estimate) -> Section:
-    table = Table(
-        id="alternatives",
-        title="The same training, changed",
-        columns=(
-            Column("change"),
-            Column("tensors", "bytes", priority=1),
-            Column("reserved", "bytes"),
-            Column("difference", "bytes change"),
-            Column("fits"),
-            Column("cost", priority=2),
-        ),
-        rows=[tuple(_alternative(changed, estimate)) for changed in estimate.alternatives],
-        is_sortable=False,
-        top=None,
-    )
-    return Section("alternatives", "Alternatives", parts=[table])
-
-
-def _alternative(changed: Alternative, estimate: Estimate) -> Iterator[Cell]:
-    likely = None if changed.reserved is None else changed.reserved.likely_bytes
-    yield text(changed.change)
-    yield size(changed.allocated_bytes)
-    yield size(likely)
-    yield change(None if likely is None else likely - estimate.reserved.likely_bytes)
-    yield text("" if changed.fit in {None, "no limit"} else str(changed.fit))
-    yield text(changed.problem or changed.costs)
+    return Section("modules", "Modules", parts=list(table))
 
 
 def _basis(estimate: Estimate) -> Section:
     facts = Facts(
         "Simulation",
         [
-            ("device", text(f"{estimate.device.name} ({estimate.device.source})")),
-            ("steps simulated", text(str(estimate.steps))),
-            ("time of the simulation", duration(estimate.seconds * 1e9)),
+            ("device", Cell(f"{estimate.device.name} ({estimate.device.source})")),
+            ("steps simulated", Cell(str(estimate.steps))),
+            ("time of the simulation", Cell(estimate.seconds * 1e9, "ns")),
         ],
     )
     others = Lines("Further assumptions", [Line("assumed", words) for words in estimate.assumptions[_NAMED:]])

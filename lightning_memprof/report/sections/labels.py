@@ -11,11 +11,12 @@ import msgspec
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.snapshot.report import DeviceReport
 from lightning_memprof.account.trace.model import GpuTimes
+from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.judge import Severity
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.read.run.model import Run
 from lightning_memprof.report.document import Badge, Bar, Cell, Style
-from lightning_memprof.units import quoted
+from lightning_memprof.units import format_list, quoted
 
 # Names that are not here are shown with blanks for underscores.
 LABELS: Final[Mapping[str, str]] = {
@@ -34,14 +35,6 @@ LABELS: Final[Mapping[str, str]] = {
 }
 # The stack of a block.
 BEFORE_RECORDING: Final = "(allocated before recording, or no stack)"
-# These have a colour in every format; all others are grey.
-COLOURS: Final = frozenset({
-    "data_wait", "transfer", "forward", "backward", "optimizer", "callback", "core_wait", "rank_wait",
-    "stall", "validation", "checkpoint", "logging", "compute", "collective", "copy", "idle",
-    "parameter", "gradient", "optimizer_state", "activation", "activation_and_temporary", "input", "temporary",
-    "before_run", "workers", "growth", "workspace",
-    "cached", "fragmentation", "requested", "rounding", "pending", "inactive_split", "free_segments",
-})  # fmt: skip
 BADGES: Final[Mapping[Severity, Badge]] = {
     Severity.NONE: "none",
     Severity.INFO: "info",
@@ -125,11 +118,7 @@ N = TypeVar("N", bound=str)
 
 def bars(parts: Mapping[N, int | None] | Mapping[N, int], whole: int, unit: str) -> list[Bar]:
     """Return the known parts of a whole that are not 0, in their order."""
-    return [
-        Bar(called(name), name if name in COLOURS else "other", Cell(value, unit, whole=whole))
-        for name, value in parts.items()
-        if value and whole
-    ]
+    return [Bar(called(name), name, Cell(value, unit, whole=whole)) for name, value in parts.items() if value and whole]
 
 
 def place(path: Path, run: Run) -> str:
@@ -141,13 +130,11 @@ def place(path: Path, run: Run) -> str:
 MOST_COMPILED: Final = 4
 
 
-def compiled_note(training: Mapping[str, object] | None) -> Iterator[str]:
-    """Yield which modules are compiled, from the manifest's ``training`` row; nothing if none is."""
-    found = (training or {}).get("compiled")
-    if isinstance(found, list) and found:
-        shown = ", ".join(str(path) or "the model" for path in found[:MOST_COMPILED])
-        rest = f" and {len(found) - MOST_COMPILED} more" if len(found) > MOST_COMPILED else ""
-        yield f"compiled by torch.compile, each with the submodules in its compiled code: {shown}{rest}"
+def compiled_note(training: TrainingFacts | None) -> Iterator[str]:
+    """Yield which modules are compiled; nothing if none is."""
+    if training is not None and training.compiled:
+        shown = format_list([path or "the model" for path in training.compiled], MOST_COMPILED)
+        yield f"compiled by torch.compile, each with the submodules in its compiled code: {shown}"
 
 
 def file_command(where: str, kind: str) -> str:

@@ -10,27 +10,8 @@ from lightning_memprof.account.memory.activations import Activations, Checkpoint
 from lightning_memprof.account.memory.functions import FunctionReport
 from lightning_memprof.account.memory.model import DeviceAllocations, Site
 from lightning_memprof.account.memory.report import TRACKERS, RankMemory
-from lightning_memprof.account.parts import phase_label
 from lightning_memprof.account.steps.statistics import mean
-from lightning_memprof.report.document import (
-    Cell,
-    Chart,
-    Item,
-    Paragraph,
-    Section,
-    Stack,
-    Table,
-    Words,
-    change,
-    count,
-    duration,
-    index,
-    joined,
-    phrase,
-    share,
-    size,
-    text,
-)
+from lightning_memprof.report.document import Cell, Chart, Item, Paragraph, Section, Stack, Table, Words, joined, phrase
 from lightning_memprof.report.named import summarize
 from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, compiled_note, peak_note
 from lightning_memprof.report.sections.tables import Field, filled, ratio
@@ -38,7 +19,6 @@ from lightning_memprof.report.view import View
 
 # More rows are slow to lay out, and their sum is in the footer.
 MAX_SITES: Final = 300
-MAX_MODULES: Final = 1000
 ROOT: Final = "(the model)"
 MAX_CHECKPOINTED: Final = 12
 # From here on the times of recorded steps mislead.
@@ -76,19 +56,19 @@ def memory_section(view: View) -> Section:
     """Return the peaks of the lead rank, the peak by category, and the memory that checkpointing would save."""
     memory = view.memory.lead
     if memory.peak is None and (ledger := view.byte_ledger) is not None and ledger.has_tensors:
-        lead: Words = phrase("Memory peaks at {} on {}.", size(ledger.peak_bytes), ledger.place)
+        lead: Words = phrase("Memory peaks at {bytes} on {}.", ledger.peak_bytes, ledger.place)
     elif memory.peak is None:
         lead = f"The peak by category is not available: {memory.reasons.get('peak', 'not recorded')}."
     else:
         on = f" on {memory.peak.device}" if memory.peak.device else ""
-        lead = phrase("Tensors peak at {}{} in step {}.", size(memory.peak.total_bytes), on, index(memory.peak.step))
+        lead = phrase("Tensors peak at {bytes}{} in step {index}.", memory.peak.total_bytes, on, memory.peak.step)
     parts: list[Item] = [
         Chart("memory-run"),
         Chart("memory"),
         *_peaks(view),
         *_owners(view),
         *_categories(view),
-        *_forecast(view),
+        *_estimated(view),
         *_over_time(memory),
     ]
     parts += [*_checkpointing(memory, view), *_functions(memory.functions), *_named(view)]
@@ -114,12 +94,12 @@ def peak_stack(view: View) -> Stack | None:
     unknown = peak.unknown if peak is not None else {}
     notes: list[Words] = [ledger.basis]
     if ledger.outside_bytes:
-        notes.append(phrase("other processes and CUDA contexts: at least {}", size(ledger.outside_bytes)))
+        notes.append(phrase("other processes and CUDA contexts: at least {bytes}", ledger.outside_bytes))
     if ledger.limit_bytes is not None:
-        notes.append(phrase("limit {}", size(ledger.limit_bytes)))
+        notes.append(phrase("limit {bytes}", ledger.limit_bytes))
     return Stack(
-        f"Peak memory by owner, {ledger.place}",
-        size(ledger.peak_bytes),
+        f"Peak memory by owner, {ledger.place}{view.rank_suffix}",
+        Cell(ledger.peak_bytes, "bytes"),
         bars(ledger.categories, ledger.peak_bytes, "bytes"),
         [(called(name), reason) for name, reason in unknown.items()],
         notes,
@@ -135,12 +115,12 @@ def _owners(view: View) -> Iterator[Table]:
     if ledger.step is not None:
         notes.append(f"tensors: step {ledger.step}; memory that nothing recorded owns is unattributed")
     if 0 < ledger.workspace_bytes <= ledger.bytes(UNATTRIBUTED):
-        kept = size(ledger.workspace_bytes)
+        kept = Cell(ledger.workspace_bytes, "bytes")
         notes.append(phrase("unattributed: cuBLAS keeps {} by default for each thread that multiplies matrices", kept))
     owned = [line for line in ledger.lines if line.category != UNATTRIBUTED]
     sums = {UNATTRIBUTED: ledger.bytes(UNATTRIBUTED) if owned else 0, "sum": whole}
     footer = [
-        (text(name), text(""), text(""), size(total, whole), share(ratio(total, whole)))
+        (Cell(name), Cell(""), Cell(""), Cell(total, "bytes", whole), Cell(ratio(total, whole), "share"))
         for name, total in sums.items()
         if total
     ]
@@ -150,7 +130,7 @@ def _owners(view: View) -> Iterator[Table]:
         Field("category", "text", lambda line: called(line.category)),
         Field("owner", "code", lambda line: line.name or (ROOT if line.module == "" else line.module)),
         Field("dtype", "code", lambda line: line.dtype, priority=1),
-        Field("bytes", "bytes", lambda line: size(line.bytes, whole)),
+        Field("bytes", "bytes", lambda line: Cell(line.bytes, "bytes", whole)),
         Field("share", "share", lambda line: ratio(line.bytes, whole)),
     )
 
@@ -160,42 +140,39 @@ def _categories(view: View) -> Iterator[Table]:
         return
     whole = peak.total_bytes
     notes: list[Words] = [f"{peak.source}: {peak.moment}"]
-    notes += [phrase("also {} on {}", size(other.total_bytes), other.device or "?") for other in peak.others]
+    notes += [phrase("also {bytes} on {}", other.total_bytes, other.device or "?") for other in peak.others]
     allocator = view.lead.device.peak_allocated_bytes if view.lead.device else None
     if allocator is not None:
-        peak_of_device = phrase("{} {}", PEAKS["device"].label, size(allocator))
-        beyond = size(allocator - whole)
-        notes.append(
-            phrase("{}, {} more than these categories", peak_of_device, beyond) if allocator > whole else peak_of_device
-        )
-    footer = [(text("sum"), size(whole), share(ratio(whole, whole)))]
+        beyond = phrase(", {bytes} more than these categories", allocator - whole) if allocator > whole else ""
+        notes.append(phrase("{} {bytes}{}", PEAKS["device"].label, allocator, beyond))
+    footer = [(Cell("sum"), Cell(whole, "bytes"), Cell(ratio(whole, whole), "share"))]
     yield from filled(
         Table("categories", "Peak by category", footer=footer, notes=notes, is_sortable=False),
         list(peak.categories.items()),
         Field("category", "text", lambda row: called(row[0])),
-        Field("bytes", "bytes", lambda row: size(row[1], whole)),
+        Field("bytes", "bytes", lambda row: Cell(row[1], "bytes", whole)),
         Field("share", "share", lambda row: ratio(row[1], whole)),
         Field("not available", "text", lambda row: (peak.unknown.get(row[0]) or "not known") * (row[1] is None)),
     )
 
 
-def _forecast(view: View) -> Iterator[Table]:
+def _estimated(view: View) -> Iterator[Table]:
     """Yield the estimate that was made for the run, beside its peak."""
-    forecast, peak, device = view.memory.forecast, view.memory.lead.peak, view.lead.device
-    if forecast is None or peak is None:
+    estimate, peak, device = view.memory.estimate, view.memory.lead.peak, view.lead.device
+    if estimate is None or peak is None:
         return
     measured = {name: found for name, found in peak.categories.items() if found is not None}
     is_one_moment = peak.source in TRACKERS
-    most = {name: max(values, default=0) for name, values in forecast.live.items()}
-    estimated = forecast.categories if is_one_moment else {name: most.get(name, 0) for name in measured}
+    most = {name: max(values, default=0) for name, values in estimate.live.items()}
+    estimated = estimate.categories if is_one_moment else {name: most.get(name, 0) for name in measured}
     rows: list[tuple[str, int | None, int | None]] = [
         (called(name), estimated.get(name, 0), measured.get(name)) for name in dict.fromkeys([*measured, *estimated])
     ]
     if is_one_moment:
-        rows.append(("all tensors", forecast.allocated_bytes, peak.total_bytes))
+        rows.append(("all tensors", estimate.allocated_bytes, peak.total_bytes))
     if device is not None:
-        rows.append(("allocated", forecast.allocated_bytes, device.peak_allocated_bytes))
-        rows.append(("reserved, at the end", forecast.reserved.likely_bytes, device.reserved_bytes))
+        rows.append(("allocated", estimate.allocated_bytes, device.peak_allocated_bytes))
+        rows.append(("reserved, at the end", estimate.reserved.likely_bytes, device.reserved_bytes))
     yield from filled(
         Table(
             "estimated",
@@ -216,23 +193,23 @@ def _over_time(memory: RankMemory) -> Iterator[Item]:
     if found is not None and len(found[1].curve) > 1:
         window, device = found
         marks = [
-            phrase("{} {}", mark.point.replace("_", " "), size(mark.live_bytes))
+            phrase("{} {bytes}", mark.point.replace("_", " "), mark.live_bytes)
             for mark in device.marks
             if mark.step is not None and mark.step == device.peak_step
         ]
-        at = phrase("; step {}: {}", index(device.peak_step), joined(", ", marks)) if marks else ""
+        at = phrase("; step {index}: {}", device.peak_step, joined(", ", marks)) if marks else ""
         first, last = device.curve[0][1], device.curve[-1][1]
         yield Chart(
             "live-bytes",
             f"Live bytes, {_window_name(window)} on {device.device}",
             _spread_evenly(device.curve),
-            phrase("{} at the start, max {}, {} at the end{}", *map(size, (first, device.peak_bytes, last)), at),
+            phrase("{bytes} at the start, max {bytes}, {bytes} at the end{}", first, device.peak_bytes, last, at),
         )
     saved = [(step.step, step.activation_bytes) for step in memory.steps if step.activation_bytes is not None]
     if len(saved) > 1:
         values = [value for _, value in saved]
         covered = f"steps {saved[0][0]}–{saved[-1][0]}, count {len(saved)}"
-        words = phrase("{}: min {}, max {}", covered, size(min(values)), size(max(values)))
+        words = phrase("{}: min {bytes}, max {bytes}", covered, min(values), max(values))
         yield Chart("saved-bytes", "Saved activations", values, words)
 
 
@@ -267,8 +244,8 @@ def _checkpointing(memory: RankMemory, view: View) -> Iterator[Table]:
     return filled(
         Table("checkpointing", title, notes=notes, is_sortable=False, top=6, left_out=left_out),
         [(group, number) for group in shown for number in sorted({1, len(group.blocks)})],
-        Field("blocks", "code", lambda row: text("  each") if row[1] > 1 else _blocks(row[0])),
-        Field("saved", "bytes", lambda row: size(row[0].saved_bytes / row[1], None if row[1] > 1 else whole)),
+        Field("blocks", "code", lambda row: Cell("  each") if row[1] > 1 else _blocks(row[0])),
+        Field("saved", "bytes", lambda row: Cell(row[0].saved_bytes / row[1], "bytes", None if row[1] > 1 else whole)),
         Field("recompute peak", "bytes", lambda row: None if row[1] > 1 else row[0].recompute_peak_bytes, priority=2),
         Field("still held", "bytes", lambda row: row[0].still_held_bytes / row[1], priority=1),
         Field("recompute time", "ns", lambda row: ratio(row[0].recompute_ns, row[1])),
@@ -288,7 +265,7 @@ def _slower(view: View) -> Iterator[Words]:
     if not usual or not recorded_ns:
         return
     if recorded_ns >= SLOWER * usual:
-        yield phrase("forward takes {} in recorded steps, {} in the others", duration(recorded_ns), duration(usual))
+        yield phrase("forward takes {ns} in recorded steps, {ns} in the others", recorded_ns, usual)
 
 
 def _functions(functions: Sequence[FunctionReport]) -> Iterator[Table]:
@@ -303,11 +280,7 @@ def _functions(functions: Sequence[FunctionReport]) -> Iterator[Table]:
 
 
 def _change_of(heading: str, key: str, priority: int) -> Field[FunctionReport]:
-    return Field(heading, "bytes", lambda function: _mean_change(function.changes(key)), priority=priority)
-
-
-def _mean_change(changes: Sequence[int]) -> Cell:
-    return change(mean(changes))
+    return Field(heading, "bytes change", lambda function: mean(function.changes(key)), priority=priority)
 
 
 def _named(view: View) -> Iterator[Table]:
@@ -318,20 +291,9 @@ def _named(view: View) -> Iterator[Table]:
         Field("rank", "index", lambda found: found.rank, priority=1),
         Field("count", "count", lambda found: found.count),
         Field("RSS", "bytes", lambda found: found.rss_bytes[-1] if found.rss_bytes else None),
-        Field("mean change", "bytes", lambda found: _mean_change(found.changes_bytes)),
-        Field("max change", "bytes", lambda found: change(max(found.changes_bytes, default=None))),
+        Field("mean change", "bytes change", lambda found: mean(found.changes_bytes)),
+        Field("max change", "bytes change", lambda found: max(found.changes_bytes, default=None)),
         Field("unfinished", "count", lambda found: found.unfinished or None),
-    )
-    yield from filled(
-        Table("named", "Each named moment", is_detail=True),
-        view.named,
-        Field("name", "code", lambda moment: moment.name),
-        Field("point", "text", lambda moment: moment.point),
-        Field("rank", "index", lambda moment: moment.rank),
-        Field("step", "index", lambda moment: moment.step),
-        Field("RSS", "bytes", lambda moment: moment.rss_bytes),
-        Field(PEAKS["rss"].label, "bytes", lambda moment: moment.peak_rss_bytes),
-        most=MAX_SITES,
     )
 
 
@@ -347,16 +309,15 @@ def sites_section(view: View) -> Section | None:
     window, device = found
     step = "" if device.peak_step is None else f" in step {device.peak_step}"
     when = f"{step}, {_window_name(window)}"
-    lead = phrase("Live bytes on {} peak at {}{}.", device.device, size(device.peak_bytes), when)
+    lead = phrase("Live bytes on {} peak at {bytes}{}.", device.device, device.peak_bytes, when)
     parameters = memory.activations.parameters if memory.activations else {}
-    footer = [(text("unattributed"), size(device.unattributed_bytes))]
+    footer = [(Cell("unattributed"), Cell(device.unattributed_bytes, "bytes"))]
     if device.freed_outside_bytes:
-        footer.insert(0, (text("freed, allocated before the window"), size(-device.freed_outside_bytes)))
+        footer.insert(0, (Cell("freed, allocated before the window"), Cell(-device.freed_outside_bytes, "bytes")))
     parts: list[Item] = [
         Chart("holders"),
         Paragraph(f"{peak_note('live')}."),
         *_site_table(Table("sites", "Allocation sites at the peak", footer=footer), device.sites, parameters),
-        *_every_site(device),
     ]
     return Section("sites", "Allocation sites", lead, parts)
 
@@ -388,43 +349,24 @@ def _short_line(line: str | None) -> str | None:
     return None if line is None else line.rpartition(": ")[0].rpartition("/")[2] or line
 
 
-def _every_site(device: DeviceAllocations) -> Iterator[Table]:
-    footer = []
-    if others := device.sites[MAX_SITES:]:
-        sums = size(sum(site.bytes for site in others)), count(sum(site.blocks for site in others))
-        footer = [(text(f"{len(others)} more"), *sums)]
-    return filled(
-        Table("every-site", "By module, line, phase and step", footer=footer, is_detail=True),
-        device.sites[:MAX_SITES],
-        Field("operator", "code", lambda site: site.operator.removeprefix("aten::")),
-        Field("bytes", "bytes", lambda site: site.bytes, bar=True),
-        Field("blocks", "count", lambda site: site.blocks),
-        Field("module", "code", lambda site: site.module),
-        Field("line", "code", lambda site: site.line),
-        Field("phase", "text", lambda site: phase_label(site.phase) if site.phase else None),
-        Field("step", "index", lambda site: site.step),
-        most=MAX_SITES,
-    )
-
-
 def modules_section(view: View) -> Section:
     """Return the saved activations, parameters, gradients and forward time of each module."""
     saved = view.memory.lead.activations
     if saved is None:
         reason = view.memory.lead.reasons.get("modules", "not recorded")
         return Section("modules", "Modules", f"Saved activations by module are not available: {reason}.")
-    parts: list[Item] = [*_module_patterns(saved), *_every_module(saved)]
+    parts: list[Item] = list(_module_patterns(saved))
     types = sorted(saved.dtypes.items(), key=lambda item: -item[1])
     if types and saved.total_bytes:
-        words = [phrase("{} {} ({})", name, size(total), share(total / saved.total_bytes)) for name, total in types]
+        words = [phrase("{} {bytes} ({share})", name, total, total / saved.total_bytes) for name, total in types]
         parts.append(Paragraph(phrase("By data type: {}.", joined(", ", words))))
-    parts += [Paragraph(f"{note[0].upper()}{note[1:]}.") for note in compiled_note(view.training)]
+    parts += [Paragraph(f"{note[0].upper()}{note[1:]}.") for note in compiled_note(view.run.lead.training)]
     if saved.attribution:
-        parts.append(Paragraph(phrase("{} are unattributed: {}.", size(saved.unattributed_bytes), saved.attribution)))
+        parts.append(Paragraph(phrase("{bytes} are unattributed: {}.", saved.unattributed_bytes, saved.attribution)))
     if saved.uncounted:
         unknown = "more values have an unknown size: a scripted module or hooks of the program saved them."
         parts.append(Paragraph(f"{saved.uncounted} {unknown}"))
-    lead = phrase("Saved activations in step {}: {}.", index(saved.step), size(saved.total_bytes))
+    lead = phrase("Saved activations in step {index}: {bytes}.", saved.step, saved.total_bytes)
     return Section("modules", "Modules", lead, parts)
 
 
@@ -452,8 +394,12 @@ def _sum(sizes: Iterable[int | None]) -> int | None:
     return sum(known) if len(known) == len(found) else None
 
 
+def _forward_ns(row: tuple[str, list[ModuleBytes]]) -> int | None:
+    return sum(module.forward_ns or 0 for module in row[1]) or None
+
+
 def _module_patterns(saved: Activations) -> Iterator[Table]:
-    footer = [(text("unattributed"), size(saved.unattributed_bytes))]
+    footer = [(Cell("unattributed"), Cell(saved.unattributed_bytes, "bytes"))]
     return filled(
         Table("modules-alike", "Saved activations by module, repeated blocks together", footer=footer),
         _alike(saved)[:MAX_SITES],
@@ -462,37 +408,7 @@ def _module_patterns(saved: Activations) -> Iterator[Table]:
         Field("total", "bytes", lambda row: _total(row[1]), bar=True),
         Field("parameters", "bytes", lambda row: _sum(module.parameter_bytes for module in row[1]), priority=1),
         Field("gradients", "bytes", lambda row: _sum(module.gradient_bytes for module in row[1]), priority=2),
+        Field("forward", "ns", _forward_ns, "in the recorded step", priority=3),
         Field("count", "count", lambda row: sum(module.calls for module in row[1]) or None, priority=3),
         most=MAX_SITES,
-    )
-
-
-def _every_module(saved: Activations) -> Iterator[Table]:
-    footer = [(text("unattributed"), size(saved.unattributed_bytes))]
-    if others := saved.modules[MAX_MODULES:]:
-        sums = sum(module.own_activation_bytes for module in others)
-        footer.insert(0, (text(f"{len(others)} more"), size(sums)))
-    return filled(
-        Table("modules-each", "By module", footer=footer, is_detail=True),
-        saved.modules[:MAX_MODULES],
-        Field("module", "code", lambda module: Cell(module.name or ROOT, "code", sort=module.name)),
-        Field(
-            "self",
-            "bytes",
-            lambda module: module.own_activation_bytes,
-            "saved while it was the innermost module",
-            bar=True,
-        ),
-        Field("total", "bytes", lambda module: module.inclusive_activation_bytes, "with its submodules", bar=True),
-        Field("parameters", "bytes", lambda module: module.parameter_bytes),
-        Field("gradients", "bytes", lambda module: module.gradient_bytes),
-        Field(
-            "forward",
-            "ns",
-            lambda module: module.forward_ns if module.calls else None,
-            "in the recorded step",
-            bar=True,
-        ),
-        Field("count", "count", lambda module: module.calls or None),
-        most=None,
     )

@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.growth import who_holds
+from lightning_memprof.account.ledger.holders import who_holds
 from lightning_memprof.account.oom.autopsy import Autopsy, Holder, autopsies
 from lightning_memprof.account.oom.causes import Memory
 from lightning_memprof.account.parts import phase_label
@@ -17,20 +17,7 @@ from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.judge.out_of_memory import remedies_for
 from lightning_memprof.read.run.load import load_rank
-from lightning_memprof.report.document import (
-    Cell,
-    Item,
-    Line,
-    Lines,
-    Section,
-    Table,
-    Words,
-    code,
-    joined,
-    phrase,
-    size,
-    text,
-)
+from lightning_memprof.report.document import Cell, Item, Line, Lines, Section, Table, Words, joined, phrase
 from lightning_memprof.report.sections.labels import more
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.view import View
@@ -67,7 +54,7 @@ def holders_section(view: View) -> Section | None:
         return None
     first = found[0][1]
     steps = f"{first.since_step} and {first.step}"
-    lead = phrase("Memory grew by {} between steps {}.", size(first.grown_bytes or 0), steps)
+    lead = phrase("Memory grew by {bytes} between steps {}.", first.grown_bytes or 0, steps)
     parts = filled(
         Table("growing-holders", "Growing memory by holder", is_sortable=False),
         found,
@@ -87,8 +74,8 @@ def holders_section(view: View) -> Section | None:
 
 def _holder_name(row: tuple[int, HolderRow]) -> Cell:
     if row[1].place:
-        return code(row[1].place)
-    return text(NAMELESS.get(row[1].kind or "", AUTOGRAD))
+        return Cell(row[1].place, "code")
+    return Cell(NAMELESS.get(row[1].kind or "", AUTOGRAD))
 
 
 def autopsy_section(directory: Path, rank: int) -> Section | None:
@@ -134,12 +121,8 @@ def _event(number: int, event: Autopsy) -> Iterator[Item]:
             yield from _sites(f"oom-modules-{number}", "Allocation sites by module", "module", event.by_module)
     elif event.tensors:
         yield from _sites(f"oom-tensors-{number}", "Largest tensors", "tensor", event.tensors[:MAX_TENSORS])
-    notes = [
-        ("lines", event.by_stack_note),
-        ("modules", event.by_module_note if event.by_stack else None),
-    ]
-    if missing := [Line(label, f"not available: {note}", "dim") for label, note in notes if note is not None]:
-        yield Lines("", missing)
+    if event.by_stack_note is not None:
+        yield Lines("", [Line("lines", f"not available: {event.by_stack_note}", "dim")])
 
 
 def _sites(table_id: str, title: str, heading: str, sites: Sequence[Holder]) -> Iterator[Table]:
@@ -156,7 +139,7 @@ def _sites(table_id: str, title: str, heading: str, sites: Sequence[Holder]) -> 
 
 def _named(site: Holder) -> Cell:
     """Return the name of a line or a module, or the sentence in its place."""
-    return text(site.name) if site.name.count(" ") > 3 else code(_short(site.name))
+    return Cell(site.name) if site.name.count(" ") > 3 else Cell(_short(site.name), "code")
 
 
 def _where(event: Autopsy) -> str:
@@ -183,7 +166,7 @@ def _failed(event: Autopsy) -> Words:
     if event.asked_bytes is None:
         return f"allocation of unknown size{by}: Python's MemoryError has no size"
     about = "about " if event.asked_source == "message, rounded" else ""
-    return phrase("allocation of {}{}{}", about, size(event.asked_bytes), by)
+    return phrase("allocation of {}{bytes}{}", about, event.asked_bytes, by)
 
 
 def _state(event: Autopsy) -> Words:
@@ -207,7 +190,7 @@ def _state(event: Autopsy) -> Words:
             "device": memory.total_bytes,
         }
     )
-    known = [phrase("{} {}", name, size(value)) for name, value in names.items() if value is not None]
+    known = [phrase("{} {bytes}", name, value) for name, value in names.items() if value is not None]
     return joined(" · ", known) if known else "not available"
 
 

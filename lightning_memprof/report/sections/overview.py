@@ -16,6 +16,7 @@ from lightning_memprof.judge import Finding, Severity
 from lightning_memprof.report.document import (
     Bar,
     Card,
+    Cell,
     Figure,
     Figures,
     Findings,
@@ -27,19 +28,14 @@ from lightning_memprof.report.document import (
     Section,
     Stack,
     Words,
-    duration,
-    index,
     phrase,
-    rate,
-    share,
-    size,
 )
 from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars
 from lightning_memprof.report.sections.memory import peak_stack
 from lightning_memprof.report.sections.steps import lead_throughput, main_rate
 from lightning_memprof.report.sections.tables import ratio
 from lightning_memprof.report.view import Overhead, View
-from lightning_memprof.units import format_ns, format_steps, percent
+from lightning_memprof.units import format_steps
 
 # The section of a rule, by the beginning of its name.
 SECTIONS: Final = (
@@ -81,7 +77,7 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
     """
     parts: list[Item] = [Figures(list(_figures(view)))]
     if view.ledger is not None:
-        parts.append(step_stack(view.ledger))
+        parts.append(_step_stack(view.ledger, view.rank_suffix))
     if (stack := peak_stack(view)) is not None:
         parts.append(stack)
     if lines := list(_trouble(view)):
@@ -91,27 +87,21 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
     return Section("overview", "Overview", parts=parts, summary=True)
 
 
-def step_stack(ledger: TimeLedger) -> Stack:
+def _step_stack(ledger: TimeLedger, rank_suffix: str) -> Stack:
     """Return the mean step by the parts of its ledger; small ones have one bar."""
     whole_ns = ledger.step_ns
     times = {part: ledger.ns(part) for part in Part}
     shown = {part: round(ns) for part, ns in times.items() if ns >= LEAST_SHARE * whole_ns}
     found = bars(shown, round(whole_ns), "ns")
-    small = sum(ns for part, ns in times.items() if part not in shown)
+    small = {part: ns for part, ns in times.items() if ns and part not in shown}
     if small:
-        number = sum(1 for part, ns in times.items() if ns and part not in shown)
-        name = f"{number} smaller parts" if number > 1 else next(p.label for p in times if times[p] and p not in shown)
-        found.append(Bar(name, "other", duration(small, whole_ns)))
-    notes = (f"mean of {ledger.basis}", *core_wait_note(ledger))
-    return Stack("Mean step by part", duration(whole_ns), found, notes=notes)
-
-
-def core_wait_note(ledger: TimeLedger) -> tuple[str, ...]:
-    """Return that the step waits for a core, where this changes how its figures read."""
-    if ledger.share("core_wait") < NOTABLE_CORE_WAIT:
-        return ()
-    waits = f"{percent(ledger.share('core_wait'))} of each step ({format_ns(ledger.ns('core_wait'))})"
-    return (f"the training thread waits for a core {waits}: steps take longer than on free cores",)
+        name = f"{len(small)} smaller parts" if len(small) > 1 else next(iter(small)).label
+        found.append(Bar(name, "other", Cell(sum(small.values()), "ns", whole_ns)))
+    notes: list[Words] = [f"mean of {ledger.basis}"]
+    if (waits := ledger.share("core_wait")) >= NOTABLE_CORE_WAIT:
+        waited = phrase("{share} of each step ({ns})", waits, ledger.ns("core_wait"))
+        notes.append(phrase("the training thread waits for a core {}: steps take longer than on free cores", waited))
+    return Stack(f"Mean step by part{rank_suffix}", Cell(whole_ns, "ns"), found, notes=notes)
 
 
 def finding_cards(
@@ -126,6 +116,7 @@ def finding_cards(
             title=finding.title,
             why=finding.why,
             next_steps=finding.next_steps,
+            saves=finding.saves,
             evidence=list(_evidence(finding, file_ids, known)),
             help=_help().get(finding.rule),
             file=first_file(finding) if with_files else "",
@@ -163,7 +154,7 @@ def _evidence(finding: Finding, file_ids: Mapping[str, str], known: Sequence[str
             where += f", {format_steps(found.steps if found.steps[0] != found.steps[1] else found.steps[:1])}"
         words: Words = where
         if found.start_ns is not None and found.end_ns is not None and found.steps is None:
-            words = phrase("{}, {}", where, duration(found.end_ns - found.start_ns))
+            words = phrase("{}, {ns}", where, found.end_ns - found.start_ns)
         row = file_ids.get(found.artifact)
         if row is not None or "files" in known:
             yield Link(words, f"#{row or 'files'}")
@@ -187,41 +178,38 @@ def _section_of(artifact: str, known: Sequence[str]) -> str | None:
 def _figures(view: View) -> Iterator[Figure]:
     lead = view.lead
     if (pulse := lead.statistics) is not None:
-        detail = phrase("p90 {}, max {}", duration(pulse.p90_ns), duration(pulse.max_ns))
-        yield Figure("step time, median", duration(pulse.median_ns), detail, "#steps")
-        wait = phrase("{} of a mean step", duration(pulse.breakdown_ns["data_wait"] or 0))
-        yield Figure(Part.DATA_WAIT.label, share(pulse.share("data_wait")), wait, "#steps", is_short=False)
+        detail = phrase("p90 {ns}, max {ns}", pulse.p90_ns, pulse.max_ns)
+        yield Figure("step time, median", Cell(pulse.median_ns, "ns"), detail, "#steps")
+        wait = phrase("{ns} of a mean step", pulse.breakdown_ns["data_wait"] or 0)
+        yield Figure(Part.DATA_WAIT.label, Cell(pulse.share("data_wait"), "share"), wait, "#steps", is_short=False)
     if (found := lead_throughput(view)) is not None:
         unit, known = main_rate(found)
-        spread = phrase("p10 {}, p90 {}", rate(known.p10, f"{unit}/s"), rate(known.p90, f"{unit}/s"))
-        yield Figure("throughput", rate(known.mean, f"{unit}/s"), spread, "#steps")
+        spread = phrase("p10 {}, p90 {}", Cell(known.p10, f"{unit}/s"), Cell(known.p90, f"{unit}/s"))
+        yield Figure("throughput", Cell(known.mean, f"{unit}/s"), spread, "#steps")
     if lead.device is not None and lead.device.peak_allocated_bytes is not None:
         allocated = f"{lead.device.device or 'device'} allocated, whole run"
-        yield Figure(PEAKS["device"].label, size(lead.device.peak_allocated_bytes), allocated, "#memory")
+        yield Figure(PEAKS["device"].label, Cell(lead.device.peak_allocated_bytes, "bytes"), allocated, "#memory")
     peak_rss = lead.host.peak_rss_bytes or lead.host.max_rss_bytes
     if peak_rss is not None:
         is_whole = view.run.lead.high_water_bytes is not None
         note = "whole process, whole run" if is_whole else "whole process, sampled at steps"
-        yield Figure(PEAKS["rss"].label, size(peak_rss), note, "#memory")
+        yield Figure(PEAKS["rss"].label, Cell(peak_rss, "bytes"), note, "#memory")
     if (peak := view.memory.lead.peak) is not None:
         tensors = f"tensors only, step {peak.step}"
-        yield Figure(PEAKS["tensors"].label, size(peak.total_bytes), tensors, "#memory", is_short=False)
+        yield Figure(PEAKS["tensors"].label, Cell(peak.total_bytes, "bytes"), tensors, "#memory", is_short=False)
     if len(view.ranks) > 1:
         ended = sum(rank.status == "finished" for rank in view.ranks)
-        yield Figure("ranks", index(len(view.ranks)), f"{ended} finished", "#ranks")
+        yield Figure("ranks", Cell(len(view.ranks), "index"), f"{ended} finished", "#ranks")
     if (cost := lead.overhead) is not None:
         yield _overhead(cost)
 
 
 def _overhead(cost: Overhead) -> Figure:
-    pulse = duration(ratio(cost.net_pulse_ns, cost.steps))
-    if not cost.whole_ns:
-        return Figure(
-            "profiler overhead", pulse, phrase("per step; windows {}", duration(cost.windows_ns)), "#overhead"
-        )
-    total = (cost.net_pulse_ns or 0) + (cost.windows_ns or 0)
-    words = phrase("of the run; pulse {} per step, windows {}", pulse, duration(cost.windows_ns))
-    return Figure("profiler overhead", share(total / cost.whole_ns), words, "#overhead")
+    value, words = Cell(ratio(cost.net_pulse_ns, cost.steps), "ns"), phrase("per step; windows {ns}", cost.windows_ns)
+    if cost.whole_ns:
+        words = phrase("of the run; pulse {} per step, windows {ns}", value, cost.windows_ns)
+        value = Cell(((cost.net_pulse_ns or 0) + (cost.windows_ns or 0)) / cost.whole_ns, "share")
+    return Figure("profiler overhead", value, words, "#overhead")
 
 
 def _trouble(view: View) -> Iterator[Line]:

@@ -7,7 +7,7 @@ from typing import Final
 
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.ranks.report import RankReport, RankTimes, Waiting
-from lightning_memprof.report.document import Cell, Chart, Item, Section, Table, Words, duration, index, phrase, share
+from lightning_memprof.report.document import Cell, Chart, Item, Section, Table, Words, phrase
 from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.view import RankView, View
@@ -16,6 +16,7 @@ from lightning_memprof.report.view import RankView, View
 MAX_RANKS: Final = 512
 TOP_RANKS: Final = 16
 MAX_CAUSES: Final = 3
+UNKNOWN: Final = RankTimes(rank=0, host=None, steps=0, step_ns=0, phases_ns={}, source="pulse")
 NAMES: Final[Mapping[str, str]] = {
     "step_ns": "step",
     **{phase: PHASE_PARTS[phase].label for phase in ("data_wait", "callbacks", "optimizer")},
@@ -36,19 +37,17 @@ def ranks_section(view: View) -> Section | None:
     if report is not None:
         parts += [*_spreads(report), *([] if report.waiting is None else _waiting(report.waiting))]
         if (late := report.straggler) is not None:
-            lead = f"{len(view.ranks)} ranks; the others wait for rank {late.rank}."
-            if late.caused_ns is not None:
-                each, rank = duration(late.caused_ns), index(late.rank)
-                lead = phrase("{} ranks; the others wait {} per step for rank {}.", len(view.ranks), each, rank)
+            each = "" if late.caused_ns is None else phrase(" {ns} per step", late.caused_ns)
+            lead = phrase("{} ranks; the others wait{} for rank {index}.", len(view.ranks), each, late.rank)
         elif report.waiting is not None:
-            each = duration(report.waiting.waited_ns)
-            lead = phrase("{} ranks; a rank waits {} per recorded step.", len(view.ranks), each)
+            waited_ns = report.waiting.waited_ns
+            lead = phrase("{} ranks; a rank waits {ns} per recorded step.", len(view.ranks), waited_ns)
     return Section("ranks", "Ranks", lead, parts)
 
 
 def _by_rank(view: View) -> Iterator[Table]:
     times = {found.rank: found for found in view.across.ranks} if view.across is not None else {}
-    ranks = [(rank, times.get(rank.rank)) for rank in view.ranks]
+    ranks = [(rank, times.get(rank.rank, UNKNOWN)) for rank in view.ranks]
     notes: list[Words] = []
     if len(ranks) > TOP_RANKS:
         ranks = sorted(ranks, key=lambda row: -_step_ns(*row))
@@ -62,17 +61,9 @@ def _by_rank(view: View) -> Iterator[Table]:
         Field("steps", "count", lambda row: row[0].steps),
         Field("mean step", "ns", lambda row: _step_ns(*row) or None, bar=True),
         Field(Part.DATA_WAIT.label, "ns", lambda row: _data_wait_ns(*row), priority=1),
-        Field(
-            Part.COMPUTE.label, "ns", lambda row: row[1].compute_ns if row[1] else None, "without waiting", priority=2
-        ),
-        Field(
-            "waiting",
-            "ns",
-            lambda row: row[1].wait_ns if row[1] else None,
-            "for other ranks, per recorded step",
-            priority=3,
-        ),
-        Field(PEAKS["rss"].label, "bytes", lambda row: _peak_rss(*row)),
+        Field(Part.COMPUTE.label, "ns", lambda row: row[1].compute_ns, "without waiting", priority=2),
+        Field("waiting", "ns", lambda row: row[1].wait_ns, "for other ranks, per recorded step", priority=3),
+        Field(PEAKS["rss"].label, "bytes", lambda row: row[0].host.peak_rss_bytes or row[1].rss_peak_bytes),
         Field(PEAKS["device"].label, "bytes", lambda row: _device_peak(*row), priority=4),
         most=MAX_RANKS,
     )
@@ -83,24 +74,18 @@ def _status(rank: RankView) -> Cell:
     return Cell(words, style=STATUS_STYLES.get(rank.status, "warn"))
 
 
-def _data_wait_ns(rank: RankView, times: RankTimes | None) -> int | None:
-    wait = times.phases_ns.get("data_wait") if times else None
+def _data_wait_ns(rank: RankView, times: RankTimes) -> int | None:
+    wait = times.phases_ns.get("data_wait")
     return rank.statistics.breakdown_ns["data_wait"] if wait is None and rank.statistics else wait
 
 
-def _peak_rss(rank: RankView, times: RankTimes | None) -> int | None:
-    return rank.host.peak_rss_bytes or (times.rss_peak_bytes if times else None)
-
-
-def _device_peak(rank: RankView, times: RankTimes | None) -> int | None:
+def _device_peak(rank: RankView, times: RankTimes) -> int | None:
     peak = rank.device.peak_allocated_bytes if rank.device else None
-    return peak if peak is not None or times is None else times.device_peak_bytes
+    return times.device_peak_bytes if peak is None else peak
 
 
-def _step_ns(rank: RankView, times: RankTimes | None) -> int:
-    if times is not None:
-        return times.step_ns
-    return rank.statistics.mean_ns if rank.statistics else 0
+def _step_ns(rank: RankView, times: RankTimes) -> int:
+    return times.step_ns or (rank.statistics.mean_ns if rank.statistics else 0)
 
 
 def _spreads(report: RankReport) -> Iterator[Table]:
@@ -125,12 +110,12 @@ def _spreads(report: RankReport) -> Iterator[Table]:
 
 def _waiting(waiting: Waiting) -> Iterator[Table]:
     notes: list[Words] = [
-        phrase("{} of the waiting is for rank {}", share(ns / waiting.waited_ns), index(rank))
+        phrase("{share} of the waiting is for rank {index}", ns / waiting.waited_ns, rank)
         for rank, ns in list(waiting.caused_ns.items())[:MAX_CAUSES]
         if waiting.waited_ns
     ]
     if len(waiting.clock_offsets_ns) > 1 or waiting.clock_error_ns > 0:
-        notes.append(phrase("the hosts' clocks agree within {}", duration(waiting.clock_error_ns)))
+        notes.append(phrase("the hosts' clocks agree within {ns}", waiting.clock_error_ns))
     return filled(
         Table("collectives", "Waiting in collectives", notes=notes),
         waiting.kinds,

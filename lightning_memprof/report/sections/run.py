@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.read.run.model import ArtifactFile
 from lightning_memprof.report.document import (
@@ -20,18 +21,13 @@ from lightning_memprof.report.document import (
     Style,
     Table,
     Words,
-    count,
-    duration,
-    index,
     joined,
     phrase,
-    size,
-    text,
 )
 from lightning_memprof.report.sections.labels import MORE, counter, file_command, place
 from lightning_memprof.report.sections.tables import Field, filled, ratio
 from lightning_memprof.report.view import View
-from lightning_memprof.units import format_count, quoted
+from lightning_memprof.units import format_count
 
 # More rows are slow to lay out; the manifests list all files.
 MAX_FILES: Final = 400
@@ -78,23 +74,20 @@ def _figure(name: str, value: float) -> Cell:
 
 def configuration_section(view: View) -> Section:
     """Return the environment and the configuration of the run."""
-    facts, training = view.facts, view.training or {}
-    trained = {name: value for name, value in training.items() if not isinstance(value, list) and name not in _ROW}
+    facts, training = view.run.lead.facts, view.run.lead.training or TrainingFacts()
+    trained = {
+        name: value for name, value in training.fields.items() if not isinstance(value, list) and name not in _ROW
+    }
     parts: list[Facts] = [
-        Facts("Run", _facts({name: facts.get(name) for name in RUN_FACTS})),
+        Facts("Run", _facts({name: facts.fields.get(name) for name in RUN_FACTS})),
         Facts("Training", _facts(trained)),
-        Facts("Schedule", _facts(view.run.lead.facts.schedule)),
-        Facts("Environment", _facts(view.run.lead.facts.environment)),
+        Facts("Schedule", _facts(facts.schedule)),
+        Facts("Environment", _facts(facts.environment)),
     ]
-    for name, title in (("optimizers", "Optimizer"), ("dataloaders", "DataLoader")):
-        listed = training.get(name)
-        found = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
-        parts += [
-            Facts(title if len(found) == 1 else f"{title} {number}", _facts(row)) for number, row in enumerate(found)
-        ]
-    collectors = facts.get("collectors")
-    if isinstance(collectors, list):
-        parts.append(Facts("Collectors", [(str(name), _collected(view, str(name))) for name in collectors]))
+    for name, rows in (("Optimizer", training.optimizers), ("DataLoader", training.dataloaders)):
+        for number, row in enumerate(rows):
+            parts.append(Facts(name if len(rows) == 1 else f"{name} {number}", _facts(row.fields)))
+    parts.append(Facts("Collectors", [(name, _collected(view, name)) for name in facts.collectors]))
     title = "Environment and configuration"
     return Section("configuration", title, parts=[part for part in parts if part.rows])
 
@@ -109,15 +102,13 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, Cell | Words]]:
 
 def _value(name: str, value: Any) -> Cell | Words:
     if name == "parameter_dtypes" and isinstance(value, Mapping):
-        known = [
-            phrase("{} {}", text(str(dtype)), size(total)) for dtype, total in value.items() if isinstance(total, int)
-        ]
+        known = [phrase("{} {bytes}", str(dtype), size) for dtype, size in value.items() if isinstance(size, int)]
         return joined(", ", known)
     if isinstance(value, bool):
-        return text("yes" if value else "no")
+        return Cell("yes" if value else "no")
     if isinstance(value, int):
-        return size(value) if name.endswith("_bytes") else count(value) if name == "parameters" else index(value)
-    return text(", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        return Cell(value, "bytes" if name.endswith("_bytes") else "count" if name == "parameters" else "index")
+    return Cell(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _collected(view: View, collector: str) -> Words:
@@ -159,7 +150,7 @@ def files_section(view: View) -> Section:
         most=MAX_FILES,
     )
     lead = phrase("{} files, {}, in {}.", len(ordered), _total(ordered), place(view.run.root, view.run))
-    return Section("files", "Files", lead, [*_commands(view), *table])
+    return Section("files", "Files", lead, list(table))
 
 
 def _file(file: ArtifactFile, row_id: str, view: View) -> Cell:
@@ -169,31 +160,11 @@ def _file(file: ArtifactFile, row_id: str, view: View) -> Cell:
 
 
 def _file_size(file: ArtifactFile) -> Cell:
-    return size(file.size_bytes) if file.state == "present" else Cell(file.state, sort=-1, style="bad")
+    return Cell(file.size_bytes, "bytes") if file.state == "present" else Cell(file.state, sort=-1, style="bad")
 
 
 def _total(files: Sequence[ArtifactFile]) -> Cell:
-    return size(sum(file.size_bytes or 0 for file in files))
-
-
-def _commands(view: View) -> Iterator[Table]:
-    where = quoted(place(view.run.directory, view.run))
-    rows = [
-        ("this report, updated", f"lightning-memprof report {where}"),
-        ("everything, in the terminal", f"lightning-memprof show {where} --all"),
-        ("every number, for programs", f"lightning-memprof show {where} --format json"),
-    ]
-    if view.run.files("trace"):
-        logs = next((command.arguments for command in view.commands if command.program.startswith("tensorboard")), None)
-        rows.append(("all ranks on one timeline, in the Perfetto UI", f"lightning-memprof view {where}"))
-        if logs is not None:
-            rows.append(("traces in TensorBoard", f"tensorboard --logdir {logs}"))
-    return filled(
-        Table("commands", "Commands", is_sortable=False, is_detail=True),
-        rows,
-        Field("output", "text", lambda row: row[0]),
-        Field("command", "command", lambda row: row[1]),
-    )
+    return Cell(sum(file.size_bytes or 0 for file in files), "bytes")
 
 
 def overhead_section(view: View) -> Section:
@@ -213,46 +184,20 @@ def overhead_section(view: View) -> Section:
         Field(
             "windows share", "share", lambda row: ratio(row[1].windows_ns, row[1].whole_ns), "of all steps and windows"
         ),
-        Field(
-            "RSS growth",
-            "bytes",
-            lambda row: row[1].windows_rss_bytes,
-            "resident memory that remains after the windows",
-            priority=1,
-        ),
         most=MAX_FILES,
     )
     parts: list[Item] = list(ranks)
-    lead = view.lead.overhead
-    if lead is not None:
+    lead: Words = ""
+    if (cost := view.lead.overhead) is not None:
+        costs = (ratio(cost.net_pulse_ns, cost.steps), cost.windows_ns)
+        lead = phrase("Profiler overhead of rank {index}: pulse {ns} per step, windows {ns}.", cost.rank, *costs)
         parts += filled(
             Table("overhead-collectors", "Windows by collector", top=None),
-            sorted(lead.collectors_ns.items(), key=lambda row: -row[1]),
+            sorted(cost.collectors_ns.items(), key=lambda row: -row[1]),
             Field("collector", "text", lambda row: row[0]),
             Field("total", "ns", lambda row: row[1], bar=True),
         )
-    return Section("overhead", "Profiler overhead", _cost(view), parts)
-
-
-def _cost(view: View) -> Words:
-    cost = view.lead.overhead
-    if cost is None:
-        return ""
-    words: list[Words] = []
-    if cost.pulse_ns is not None and cost.steps:
-        wall = duration(cost.pulse_ns / cost.steps)
-        if cost.pulse_cpu_ns is None:
-            words.append(phrase("pulse {} per step", wall))
-        else:
-            cpu = duration(cost.pulse_cpu_ns / cost.steps)
-            words.append(phrase("pulse {} of wall time per step ({} of CPU time)", wall, cpu))
-    if cost.windows_ns is not None:
-        words.append(phrase("windows {}", duration(cost.windows_ns)))
-    if cost.windows_rss_bytes:
-        words.append(phrase("resident memory grows by about {} after the windows", size(cost.windows_rss_bytes)))
-    if not words:
-        return "Not counted."
-    return phrase("Profiler overhead of rank {}: {}.", index(view.lead.rank), joined(", ", words))
+    return Section("overhead", "Profiler overhead", lead, parts)
 
 
 def notes_section(view: View) -> Section | None:

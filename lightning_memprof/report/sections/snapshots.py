@@ -1,4 +1,4 @@
-"""Snapshots of the CUDA allocator: reserved bytes, the peak over time, allocation sites and pools."""
+"""Snapshots of the CUDA allocator: reserved bytes, the peak over time, and allocation sites."""
 
 from __future__ import annotations
 
@@ -6,28 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
-from lightning_memprof.report.document import (
-    Cell,
-    Chart,
-    Facts,
-    Item,
-    Paragraph,
-    Section,
-    Stack,
-    Table,
-    Words,
-    count,
-    duration,
-    index,
-    phrase,
-    size,
-)
+from lightning_memprof.report.document import Cell, Chart, Facts, Item, Paragraph, Section, Stack, Table, Words, phrase
 from lightning_memprof.report.sections.labels import BEFORE_RECORDING, PEAKS, bars, called, peak_note, reserved_parts
 from lightning_memprof.report.sections.tables import Field, filled, rest
 
 # A run may have hundreds of snapshots.
 MAX_SHOWN: Final = 16
-STACK_FRAMES: Final = 6
 CURVE_POINTS: Final = 640
 
 
@@ -68,20 +52,17 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
     rows: list[tuple[str, Cell | Words]] = [
         ("file", Cell(str(snapshot.file), "path")),
         ("devices", ", ".join(f"cuda:{device.device}" for device in snapshot.devices) or "none"),
-        ("events", count(sum(device.events for device in snapshot.devices))),
+        ("events", Cell(sum(device.events for device in snapshot.devices), "count")),
     ]
     if (failed := snapshot.oom) is not None:
         rows += [
-            ("failed allocation", phrase("{} on device {}", size(failed.requested_bytes), index(failed.device))),
+            ("failed allocation", phrase("{bytes} on device {index}", failed.requested_bytes, failed.device)),
             *([("requested by", Cell(_short(failed.site), "code"))] if failed.site else []),
-            ("free on the device", size(failed.device_free_bytes)),
-            ("allocated", size(failed.live.allocated_bytes)),
-            ("reserved", size(failed.live.reserved_bytes)),
-            ("largest free block", size(failed.largest_free_bytes)),
+            ("free on the device", Cell(failed.device_free_bytes, "bytes")),
+            ("allocated", Cell(failed.live.allocated_bytes, "bytes")),
+            ("reserved", Cell(failed.live.reserved_bytes, "bytes")),
+            ("largest free block", Cell(failed.largest_free_bytes, "bytes")),
         ]
-    if (uneven := snapshot.imbalance) is not None:
-        peaks = (index(uneven.device), size(uneven.peak_bytes), size(uneven.others_bytes))
-        rows.append(("imbalance", phrase("cuda:{} peaks at {}, the median of the other devices is {}", *peaks)))
     yield Facts(f"Snapshot {number + 1}" if several else "Snapshot", rows, snapshot.missing, is_wide=True)
     for device in snapshot.devices:
         on = f", device {device.device}" if len(snapshot.devices) > 1 else ""
@@ -90,28 +71,23 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
         yield from _over_time(number, device, f"{on}{name}")
         yield Chart(f"sites-{number}-{device.device}")
         yield from _sites(number, device, f"{on}{name}")
-        yield from _pools(number, device, f"{on}{name}")
 
 
 def reserved_stack(device: DeviceReport, name: str) -> Stack:
     """Return the parts of the bytes that the allocator holds."""
     found = device.snapshot
     notes: list[Words] = [
-        phrase("{}: {}", peak_note("requested"), size(device.peak_requested_bytes)),
-        phrase("{}: {}", peak_note("reserved"), size(device.peak_reserved_bytes)),
-        phrase("{} segments, largest free block {}", count(len(found.segments)), size(found.largest_free_block)),
+        phrase("{}: {bytes}", peak_note("requested"), device.peak_requested_bytes),
+        phrase("{}: {bytes}", peak_note("reserved"), device.peak_reserved_bytes),
+        phrase("{} segments, largest free block {bytes}", len(found.segments), found.largest_free_block),
     ]
     if found.inactive_bytes:
         notes.append(
             f"empty_cache() returns {called('free_segments')}; {called('inactive_split')} is free between "
             "allocated blocks"
         )
-    made, returned = device.segments_made, device.segments_returned
-    if made[0] or returned[0]:
-        segments = (count(made[0]), size(made[1]), count(returned[0]), size(returned[1]))
-        notes.append(phrase("recorded history: segments allocated {} ({}), freed {} ({})", *segments))
     parts = bars(reserved_parts(device), found.reserved_bytes, "bytes")
-    return Stack(f"Reserved bytes at the end{name}", size(found.reserved_bytes), parts, notes=notes)
+    return Stack(f"Reserved bytes at the end{name}", Cell(found.reserved_bytes, "bytes"), parts, notes=notes)
 
 
 def _over_time(number: int, device: DeviceReport, name: str) -> Iterator[Chart]:
@@ -123,10 +99,9 @@ def _over_time(number: int, device: DeviceReport, name: str) -> Iterator[Chart]:
         max(device.live_at(event).requested_bytes for event in range(start, min(start + every, device.events)))
         for start in range(-1, device.events, every)
     ]
-    words: Words = phrase("{} events", count(device.events))
+    words: Words = phrase("{} events", device.events)
     if device.start_us is not None and device.end_us is not None:
-        passed = duration((device.end_us - device.start_us) * 1000)
-        words = phrase("{} events in {}", count(device.events), passed)
+        words = phrase("{} events in {ns}", device.events, (device.end_us - device.start_us) * 1000)
     yield Chart(f"requested-{number}-{device.device}", f"Requested bytes{name}", values, words)
 
 
@@ -145,14 +120,6 @@ def _sites(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
                 Field("share", "share", lambda site: site.bytes / whole),
                 Field("blocks", "count", lambda site: site.blocks),
             )
-    yield from filled(
-        Table(f"holders-{number}-{device.device}", f"Allocation sites by stack{name}", is_detail=True),
-        device.holders_at_peak,
-        Field("line", "code", lambda holder: _frame(holder.site) or BEFORE_RECORDING),
-        Field("bytes", "bytes", lambda holder: holder.bytes, bar=True),
-        Field("blocks", "count", lambda holder: holder.blocks),
-        Field("stack", "code", lambda holder: " ← ".join(map(_frame, holder.stack[:STACK_FRAMES]))),
-    )
 
 
 def _frame(frame: str) -> str:
@@ -165,21 +132,3 @@ def _short(site: str) -> str:
     """Return the last two folders of a line, its number and its function: the front of a path is the same for all."""
     path, separator, function = site.rpartition(": ")
     return f"{_frame(path)} {function}" if separator else site
-
-
-def _pools(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
-    if len({pool.pool for pool in device.pools}) < 2:
-        return
-    notes = ["memory of one pool serves no other pool"]
-    yield from filled(
-        Table(f"pools-{number}-{device.device}", f"Memory pools{name}", notes=notes, top=4),
-        device.pools,
-        Field(
-            "pool", "text", lambda pool: "(outside graphs)" if pool.pool == (0, 0) else "pool {}, {}".format(*pool.pool)
-        ),
-        Field("stream", "text", lambda pool: str(pool.stream)),
-        Field("segments", "count", lambda pool: pool.segments),
-        Field("reserved", "bytes", lambda pool: pool.reserved_bytes),
-        Field("allocated", "bytes", lambda pool: pool.allocated_bytes),
-        most=None,
-    )

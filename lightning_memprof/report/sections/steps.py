@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -13,28 +13,10 @@ from lightning_memprof.account.steps.events import ACTION_PARTS, OWN_WORK, actio
 from lightning_memprof.account.steps.statistics import DeviceMemory, HostMemory, StepReport, mean
 from lightning_memprof.account.steps.throughput import RankThroughput, Rate
 from lightning_memprof.artifacts.series import HangRow
-from lightning_memprof.report.document import (
-    Cell,
-    Chart,
-    Column,
-    Item,
-    Row,
-    Section,
-    Stack,
-    Table,
-    Words,
-    count,
-    duration,
-    index,
-    phrase,
-    rate,
-    share,
-    size,
-    text,
-)
+from lightning_memprof.report.document import Cell, Chart, Item, Row, Section, Stack, Table, Words, joined, phrase
 from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, compiled_note
-from lightning_memprof.report.sections.tables import Field, filled, grid, rest
-from lightning_memprof.report.view import View, WindowView
+from lightning_memprof.report.sections.tables import Field, filled, rest
+from lightning_memprof.report.view import View
 from lightning_memprof.units import format_count, format_steps
 
 # More recorded steps than these are shown as means, one for each window.
@@ -49,14 +31,18 @@ MAX_STALLS: Final = 3
 LEAST_SHARE: Final = 0.0005
 
 
-class StepColumn(msgspec.Struct, frozen=True, kw_only=True):
-    """A column of the table by phase: times that sum to ``duration_ns``, bytes by row; None is not available."""
+class StepColumn(msgspec.Struct, frozen=True):
+    """A column of the table by phase: times that sum to the step, bytes by row; None is not available."""
 
     title: str
     subtitle: str
-    duration_ns: int | None
-    breakdown_ns: Mapping[str, int | None] | None
+    times_ns: Mapping[str, int | None]
     memory: Mapping[str, int | None]
+
+    @property
+    def step_ns(self) -> int | None:
+        """The step; None without times."""
+        return sum(ns or 0 for ns in self.times_ns.values()) if self.times_ns else None
 
 
 def steps_section(view: View) -> Section:
@@ -64,17 +50,10 @@ def steps_section(view: View) -> Section:
     pulse = view.lead.statistics
     lead: Words = "No step was timed." if not view.lead.windows else "Only the steps in windows were timed."
     if pulse is not None:
-        lead = phrase(
-            "Step time: median {}, p90 {}, max {} ({}, {} clock).",
-            duration(pulse.median_ns),
-            duration(pulse.p90_ns),
-            duration(pulse.max_ns),
-            text(pulse.basis),
-            text(pulse.clock),
-        )
+        times = (pulse.median_ns, pulse.p90_ns, pulse.max_ns)
+        lead = phrase("Step time: median {ns}, p90 {ns}, max {ns} ({}, {} clock).", *times, pulse.basis, pulse.clock)
     parts: list[Item] = [
         Chart("steps"),
-        Chart("throughput"),
         *_by_phase(view),
         *_ledger(view),
         *_events(view),
@@ -114,14 +93,14 @@ def _by_phase(view: View) -> Iterator[Table]:
     columns, left_out = _columns(view)
     if not columns:
         return
-    rows = [[text(part.label), *(_phase(column, phase) for column in columns)] for phase, part in PHASE_PARTS.items()]
     names = dict.fromkeys(name for column in columns for name in column.memory)
     footer: list[Row] = [
-        [text("step"), *(duration(column.duration_ns) for column in columns)],
-        *([text(name), *(size(column.memory.get(name)) for column in columns)] for name in names),
+        [Cell("step"), *(Cell(column.step_ns, "ns") for column in columns)],
+        *([Cell(name), *(Cell(column.memory.get(name), "bytes") for column in columns)] for name in names),
     ]
     pulse = view.lead.statistics
-    notes = [
+    notes: list[Words] = [
+        *_waits(view.ledger),
         "RSS, allocated and reserved bytes are those at the end of the steps",
         "times of recorded steps include the cost of recording" if len(columns) > 1 else "",
         "callbacks are part of the phase around them on the device's clock"
@@ -130,19 +109,26 @@ def _by_phase(view: View) -> Iterator[Table]:
         *left_out,
         f"device: {view.device_note}" if view.device_note else "",
     ]
-    yield Table(
-        id="by-phase",
-        title="Time by phase, and memory",
-        columns=[Column("phase"), *(Column(column.title, "ns", column.subtitle, has_share=True) for column in columns)],
-        rows=rows,
-        footer=footer,
-        notes=[note for note in notes if note],
-        is_sortable=False,
+    known = [note for note in notes if note]
+    yield from filled(
+        Table("by-phase", "Time by phase, and memory", footer=footer, notes=known, is_sortable=False),
+        list(PHASE_PARTS.items()),
+        Field("phase", "text", lambda row: row[1].label),
+        *map(_times, columns),
     )
 
 
-def _phase(column: StepColumn, phase: str) -> Cell:
-    return duration(column.breakdown_ns[phase] if column.breakdown_ns is not None else None, column.duration_ns)
+def _waits(ledger: TimeLedger | None) -> Iterator[Words]:
+    """Yield the note that names the waits inside the phases, which are separate parts of the ledger."""
+    parts = [] if ledger is None else [part for part in (Part.CORE_WAIT, Part.RANK_WAIT) if ledger.ns(part)]
+    if ledger is not None and parts:
+        waits = [phrase("{} ({ns})", part.label, ledger.ns(part)) for part in parts]
+        yield phrase("phases include {}, which Mean step by part shows separately", joined(" and ", waits))
+
+
+def _times(column: StepColumn) -> Field[tuple[str, Part]]:
+    times, whole = column.times_ns, column.step_ns
+    return Field(column.title, "ns", lambda row: Cell(times.get(row[0]), "ns", whole), column.subtitle, has_share=True)
 
 
 def _columns(view: View) -> tuple[list[StepColumn], list[str]]:
@@ -150,48 +136,30 @@ def _columns(view: View) -> tuple[list[StepColumn], list[str]]:
     columns = []
     lead = view.lead
     if (pulse := lead.statistics) is not None:
-        columns.append(
-            StepColumn(
-                title="whole run",
-                subtitle=f"mean of {format_count(pulse.used, 'step')}",
-                duration_ns=pulse.mean_ns,
-                breakdown_ns=pulse.breakdown_ns,
-                memory=_memory(lead.host, lead.device),
-            )
-        )
+        steps = f"mean of {format_count(pulse.used, 'step')}"
+        columns.append(StepColumn("whole run", steps, pulse.breakdown_ns, _memory(lead.host, lead.device)))
     windows = [window for window in lead.windows if window.steps]
     if sum(len(window.steps) for window in windows) <= MAX_STEPS:
-        return columns + [_of_step(window, step) for window in windows for step in window.steps], []
-    columns += [_of_window(window) for window in windows[:MAX_WINDOWS]]
+        for window in windows:
+            name = f"window {window.index}" + ", truncated" * window.truncated
+            columns += [_column(f"step {step.step}", name, [step]) for step in window.steps]
+        return columns, []
+    for window in windows[:MAX_WINDOWS]:
+        steps = format_steps(tuple(step.step for step in window.steps)) + ", truncated" * window.truncated
+        columns.append(_column(f"window {window.index}", steps, window.steps))
     return columns, rest(windows, MAX_WINDOWS, "more windows")
 
 
-def _of_step(window: WindowView, step: StepReport) -> StepColumn:
-    return StepColumn(
-        title=f"step {step.step}",
-        subtitle=f"window {window.index}{', truncated' if window.truncated else ''}",
-        duration_ns=step.duration_ns,
-        breakdown_ns=step.breakdown_ns,
-        memory=_memory(step.host, step.device),
-    )
-
-
-def _of_window(window: WindowView) -> StepColumn:
-    """Return the mean times of a window's steps; memory is the last step's, of maxima the largest."""
-    timed = [step.breakdown_ns for step in window.steps if step.breakdown_ns is not None]
-    breakdown = {phase: mean(times[phase] for times in timed) for phase in PHASE_PARTS} if timed else None
+def _column(title: str, subtitle: str, steps: Sequence[StepReport]) -> StepColumn:
+    """Return the mean times of recorded steps; memory is the last step's, of maxima the largest."""
+    timed = [step.breakdown_ns for step in steps if step.breakdown_ns is not None]
     memory: dict[str, int | None] = {}
-    for step in window.steps:
+    for step in steps:
         for name, found in _memory(step.host, step.device).items():
             before = memory.get(name) if name in MAXIMA else None
             memory[name] = found if before is None or (found is not None and found > before) else before
-    return StepColumn(
-        title=f"window {window.index}",
-        subtitle=format_steps(tuple(step.step for step in window.steps)) + (", truncated" if window.truncated else ""),
-        duration_ns=sum(ns or 0 for ns in breakdown.values()) if breakdown else None,
-        breakdown_ns=breakdown,
-        memory=memory,
-    )
+    times = {phase: mean(breakdown[phase] for breakdown in timed) for phase in PHASE_PARTS} if timed else {}
+    return StepColumn(title, subtitle, times, memory)
 
 
 def _memory(host: HostMemory, device: DeviceMemory | None) -> dict[str, int | None]:
@@ -217,14 +185,18 @@ def _events(view: View) -> Iterator[Item]:
     if view.lead.statistics is not None and view.lead.statistics.clock == "device":
         basis += ", host clock"
     yield Stack(
-        "Recorded step by part",
-        duration(step_ns),
+        f"Recorded step by part{view.rank_suffix}",
+        Cell(step_ns, "ns"),
         bars(parts, round(step_ns), "ns"),
         notes=(f"{basis}; each instant counts for the innermost event, hooks of the profiler are callbacks",),
     )
     totals = sorted(event_totals(steps), key=lambda event: (-event.self_ns, event.action))
+    notes: list[Words] = []
+    if (found := view.pauses) is not None:
+        times = (found.total_ns, found.max_ns)
+        notes.append(phrase("GC pauses in recorded steps: count {}, total {ns}, max {ns}", found.count, *times))
     yield from filled(
-        Table("events", "Events", notes=list(_pauses(view))),
+        Table("events", "Events", notes=notes),
         totals,
         Field("event", "code", lambda event: action_name(event.action)),
         Field(
@@ -248,8 +220,9 @@ def _ledger(view: View) -> Iterator[Table]:
     if ledger is None:
         return
     found = [line for line in grouped(ledger.lines) if line.ns >= LEAST_SHARE * ledger.step_ns]
+    notes = [*_ledger_notes(ledger), *compiled_note(view.run.lead.training)]
     yield from filled(
-        Table("ledger", "Step time by owner", notes=[*_ledger_notes(ledger), *compiled_note(view.training)], top=12),
+        Table("ledger", "Step time by owner", notes=notes, top=12),
         found,
         Field("part", "text", lambda line: line.part.label),
         Field("owner", "code", lambda line: line.module or line.name or ("" if line.module is None else "(the model)")),
@@ -261,39 +234,17 @@ def _ledger(view: View) -> Iterator[Table]:
 
 
 def _ledger_notes(ledger: TimeLedger) -> Iterator[Words]:
-    yield phrase("each instant has one owner; mean of {}: {}", text(ledger.basis), duration(ledger.step_ns))
+    yield phrase("each instant has one owner; mean of {}: {ns}", ledger.basis, ledger.step_ns)
     if ledger.window_factor is not None and ledger.window_factor > SLOWER:
         yield f"recorded steps take {ledger.window_factor:.1f} times the median; this table is without that excess"
     if ledger.communication:
         times = [ledger.communicates("rank_wait"), ledger.communicates("collective")]
         own = ledger.step_ns - sum(times)
-        yield phrase("own work {}, waiting for other ranks {}, transfer {}", *map(duration, (own, *times)))
+        yield phrase("own work {ns}, waiting for other ranks {ns}, transfer {ns}", own, *times)
     for stall in ledger.stalls[:MAX_STALLS]:
-        values = [index(stall.step), duration(stall.duration_ns), text(f", mostly {stall.owner.label}")]
-        if stall.core_wait_ns:
-            yield phrase(
-                "stall: step {} took {}, with {} of waiting for a core{}",
-                *values[:2],
-                duration(stall.core_wait_ns),
-                values[2],
-            )
-        else:
-            yield phrase("stall: step {} took {}{}", *values)
-
-
-def _pauses(view: View) -> Iterator[Words]:
-    if (found := view.pauses) is None:
-        return
-    yield phrase(
-        "GC pauses in recorded steps: count {}, total {}, max {}",
-        count(found.count),
-        duration(found.total_ns),
-        duration(found.max_ns),
-    )
-    if found.tensor_bytes:
-        largest = "".join(f"; most were {kind.type} {list(kind.shape)} of {kind.dtype}" for kind in found.tensors[:1])
+        waited = phrase(", with {ns} of waiting for a core", stall.core_wait_ns) if stall.core_wait_ns else ""
         yield phrase(
-            "garbage collection freed {} of tensors in reference cycles{}", size(found.tensor_bytes), text(largest)
+            "stall: step {index} took {ns}{}, mostly {}", stall.step, stall.duration_ns, waited, stall.owner.label
         )
 
 
@@ -318,24 +269,27 @@ def _throughput(view: View) -> Iterator[Item]:
         ("tokens", found.tokens, found.tokens_per_s),
         ("batches", None, found.batches_per_s),
     )
-    columns, rows = grid(
-        [(name, per_step, known, f"{name}/s") for name, per_step, known in rates if known is not None],
-        Field("quantity", "text", lambda row: row[0]),
-        Field("mean", "rate", lambda row: rate(row[2].mean, row[3])),
-        Field("p10", "rate", lambda row: rate(row[2].p10, row[3]), priority=1),
-        Field("p90", "rate", lambda row: rate(row[2].p90, row[3]), priority=1),
-        Field("per step", "rate", lambda row: count(row[1]), priority=2),
-    )
+    rows: list[tuple[str | Cell, ...]] = [
+        (name, *(Cell(value, f"{name}/s") for value in (known.mean, known.p10, known.p90)), Cell(per_step, "count"))
+        for name, per_step, known in rates
+        if known is not None
+    ]
     notes: list[Words] = [found.basis]
     if found.flops is not None:
-        unknown = rate(None, "FLOP/s")
-        operations = rate(found.flops_per_s, "FLOP/s"), unknown, unknown, rate(found.flops, "FLOP")
-        rows.append((text("operations"), *operations))
+        unknown = Cell(None, "FLOP/s")
+        rows.append(("operations", Cell(found.flops_per_s, "FLOP/s"), unknown, unknown, Cell(found.flops, "FLOP")))
         if found.utilization is None or found.peak_flops is None:
             notes.append("utilization: not available, the device's peak is not known")
         else:
-            known_peak = rate(found.peak_flops, "FLOP/s")
-            notes.append(phrase("utilization: {} of the device's {}", share(found.utilization), known_peak))
+            notes.append(phrase("utilization: {share} of the device's {FLOP/s}", found.utilization, found.peak_flops))
     if len(view.ranks) > 1:
         notes.append(f"rank {found.rank} only; other ranks: {MORE}")
-    yield Table("rates", "Throughput", columns, rows, notes=notes, is_sortable=False)
+    yield from filled(
+        Table("rates", "Throughput", notes=notes, is_sortable=False),
+        rows,
+        Field("quantity", "text", lambda row: row[0]),
+        Field("mean", "rate", lambda row: row[1]),
+        Field("p10", "rate", lambda row: row[2], priority=1),
+        Field("p90", "rate", lambda row: row[3], priority=1),
+        Field("per step", "rate", lambda row: row[4], priority=2),
+    )

@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.report.document import Cell, Column, Row, Table, Value, Words, text
+from lightning_memprof.report.document import Cell, Column, Table, Value, Words
 from lightning_memprof.report.sections.labels import more
 
 # A trace has thousands of kernels, a snapshot thousands of stacks: --format json has all.
@@ -27,6 +27,7 @@ class Field(msgspec.Struct, Generic[T], frozen=True):
         hint: as in :class:`Column`.
         priority: as in :class:`Column`.
         bar: whether a bar compares each value with the largest one.
+        has_share: as in :class:`Column`.
     """
 
     heading: str
@@ -35,13 +36,7 @@ class Field(msgspec.Struct, Generic[T], frozen=True):
     hint: Words = ""
     priority: int = 0
     bar: bool = False
-
-
-def grid(rows: Sequence[T], *fields: Field[T]) -> tuple[list[Column], list[Row]]:
-    """Return the columns and the rows of a table."""
-    columns = [Column(field.heading, field.unit, field.hint, field.priority) for field in fields]
-    values = [_cells(rows, field) for field in fields]
-    return columns, list(zip(*values, strict=True))
+    has_share: bool = False
 
 
 def _cells(rows: Sequence[T], field: Field[T]) -> list[Cell]:
@@ -63,8 +58,9 @@ def filled(empty: Table, rows: Sequence[T], *fields: Field[T], most: int | None 
         most: the largest number of rows, None for all.
     """
     if rows:
-        columns, cells = grid(rows[:most], *fields)
-        footer = [(*row, *[text("")] * (len(columns) - len(row))) for row in empty.footer]
+        columns = [Column(field.heading, field.unit, field.hint, field.priority, field.has_share) for field in fields]
+        cells = list(zip(*(_cells(rows[:most], field) for field in fields), strict=True))
+        footer = [(*row, *[Cell("")] * (len(columns) - len(row))) for row in empty.footer]
         left_out = empty.left_out + len(rows) - len(cells)
         yield replace(empty, columns=columns, rows=cells, footer=footer, left_out=left_out)
 

@@ -9,21 +9,7 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import GpuTimes, StepTimes, TraceReport
 from lightning_memprof.judge.device_bound import busy
 from lightning_memprof.read.trace.kernel_names import kernel_names
-from lightning_memprof.report.document import (
-    Cell,
-    Chart,
-    Facts,
-    Item,
-    Paragraph,
-    Section,
-    Stack,
-    Table,
-    Words,
-    count,
-    duration,
-    phrase,
-    share,
-)
+from lightning_memprof.report.document import Cell, Chart, Facts, Item, Paragraph, Section, Stack, Table, Words, phrase
 from lightning_memprof.report.sections.labels import bars, device_parts
 from lightning_memprof.report.sections.tables import MAX_ROWS, Field, filled, ratio, rest
 
@@ -37,7 +23,7 @@ def traces_section(traces: Sequence[TraceReport]) -> Section | None:
     if not traces:
         return None
     ordered = sorted(traces, key=busy)
-    parts: list[Item] = [Chart("devices"), *(_overview(ordered) if len(traces) > 1 else ())]
+    parts: list[Item] = list(_overview(ordered)) if len(traces) > 1 else []
     for number, trace in enumerate(ordered[:MAX_SHOWN]):
         parts += _trace(number, trace, several=len(traces) > 1)
     lead = f"{len(traces)} operator traces." if len(traces) > 1 else "The operator trace."
@@ -90,14 +76,13 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Item]:
         ("file", Cell(str(trace.file), "path")),
         ("rank", rank if trace.world_size is None else f"{rank} of {trace.world_size}"),
         ("devices", ", ".join(dict.fromkeys(trace.devices)) or "none: no device activity in this trace"),
-        ("events", count(trace.events)),
-        ("duration", duration(trace.end_ns - trace.start_ns)),
-        ("steps", count(len(trace.steps))),
+        ("events", Cell(trace.events, "count")),
+        ("duration", Cell(trace.end_ns - trace.start_ns, "ns")),
+        ("steps", Cell(len(trace.steps), "count")),
     ]
     if (steps := trace.work_window) is not None:
-        rows.append(("mean step", duration(steps.mean_step_ns)))
-        part = share(_waits(steps))
-        rows.append((Part.IDLE_DATA.label, phrase("{} of the steps ({})", duration(steps.data_loading_ns), part)))
+        rows.append(("mean step", Cell(steps.mean_step_ns, "ns")))
+        rows.append((Part.IDLE_DATA.label, phrase("{ns} of the steps ({share})", steps.data_loading_ns, _waits(steps))))
     yield Facts(f"Trace {number + 1}" if several else "Trace", rows, trace.missing, is_wide=True)
     yield Chart(f"timeline-{number}")
     for times, title in ((trace.gpu_window, "Device time, first to last event"), (steps, "Device time in steps")):
@@ -105,7 +90,7 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Item]:
             yield device_stack(times, f"{title}{name}")
     if len(trace.steps) > 1:
         durations = [step.duration_ns for step in trace.steps]
-        words = phrase("count {}, min {}, max {}", len(durations), *map(duration, (min(durations), max(durations))))
+        words = phrase("count {}, min {ns}, max {ns}", len(durations), min(durations), max(durations))
         yield Chart(f"step-times-{number}", f"Step times{name}", durations, words)
     yield from _computation(number, trace, name)
     yield from _transfers(number, trace, name)
@@ -115,16 +100,14 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Item]:
 def device_stack(times: GpuTimes, title: str) -> Stack:
     """Return the parts of a device's time."""
     notes: list[Words] = [
-        phrase("busy {}", share(times.busy_ns / times.window_ns)) if times.window_ns else "no device activity",
-        phrase("{} and fills: total {}", Part.COPY.label, duration(times.memory_copy_ns)),
+        phrase("busy {share}", times.busy_ns / times.window_ns) if times.window_ns else "no device activity",
+        phrase("{} and fills: total {ns}", Part.COPY.label, times.memory_copy_ns),
     ]
     if times.communication_ns:
         parts = (times.communication_ns, times.communication_exposed_ns, times.communication_overlapped_ns)
-        notes.append(
-            phrase("{}: total {}, {} exposed, {} overlapped by compute", Part.COLLECTIVE.label, *map(duration, parts))
-        )
+        notes.append(phrase("{}: total {ns}, {ns} exposed, {ns} overlapped by compute", Part.COLLECTIVE.label, *parts))
     whole = times.window_ns
-    return Stack(title, duration(whole), bars(device_parts(times), whole, "ns"), notes=notes)
+    return Stack(title, Cell(whole, "ns"), bars(device_parts(times), whole, "ns"), notes=notes)
 
 
 def _computation(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
@@ -199,12 +182,4 @@ def _host(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
         Field("count", "count", lambda call: call.count),
         Field("total", "ns", lambda call: call.total_ns, bar=True),
         Field("max", "ns", lambda call: call.max_ns),
-    )
-    yield from filled(
-        Table(f"steps-{number}", f"Steps{name}", is_detail=True),
-        trace.steps,
-        Field("step", "index", lambda step: step.number),
-        Field("duration", "ns", lambda step: step.duration_ns, bar=True),
-        Field("device busy", "ns", lambda step: step.busy_ns),
-        Field(Part.IDLE_DATA.label, "ns", lambda step: step.data_loading_ns),
     )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.compare.trial import (
-    equality_words,
-    promise_words,
-    signed,
-)
+from lightning_memprof.compare.trial import equality_words, promise_words, signed
 from lightning_memprof.report.document import (
     Cell,
     Chart,
-    Column,
     Command,
     Document,
     Item,
@@ -25,14 +20,9 @@ from lightning_memprof.report.document import (
     Section,
     Table,
     Words,
-    code,
-    count,
-    duration,
     phrase,
-    rate,
-    size,
-    text,
 )
+from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.units import format_bytes, format_count, percent
 
 if TYPE_CHECKING:
@@ -64,16 +54,12 @@ def trial_document(trial: Trial) -> Document:
     elif other is not None:
         differ = equality_words(other).removeprefix("changes the training: ")
         why = f"Compared over {format_count(trial.compared, 'step')}: {differ}."
+    memory = "device memory" if trial.is_device else "memory"
+    rounds = f"{format_count(trial.rounds, 'round')} of {trial.steps} steps" if trial.rounds else "no rounds"
     return Document(
         title=trial.program,
         kind="trial",
-        about=phrase(
-            "{} per step · {} peak {} · {}",
-            duration(trial.step_ns),
-            size(trial.peak_bytes),
-            text("device memory" if trial.is_device else "memory"),
-            text(f"{format_count(trial.rounds, 'round')} of {trial.steps} steps" if trial.rounds else "no rounds"),
-        ),
+        about=phrase("{ns} per step · {bytes} peak {} · {}", trial.step_ns, trial.peak_bytes, memory, rounds),
         status="stopped" if trial.is_stopped else "tried",
         badge="none",
         verdict=_verdict(trial, best, undecided, other),
@@ -87,30 +73,22 @@ def trial_document(trial: Trial) -> Document:
 def listing(run: str, found: Sequence[tuple[Outcome, float]], program: str) -> Document:
     """Return the document of what would be tried for a run, each with its tolerance, and the command that tries it."""
     remedies = " ".join(f"--remedy {outcome.remedy}" for outcome, _ in found)
-    table = Table(
-        id="remedies",
-        title="Remedies",
-        columns=(Column("remedy", "code"), Column("finding", "code"), Column("promised"), Column("tolerance")),
-        rows=[
-            (
-                code(outcome.remedy),
-                code(outcome.rule),
-                text(promise_words(outcome.promised)),
-                text(percent(tolerance) if tolerance else "0%"),
-            )
-            for outcome, tolerance in found
-        ],
-        notes=["tolerance: how far the loss of a step may differ, as a share of the mean loss."],
-        is_sortable=False,
-        top=None,
+    note = "tolerance: how far the loss of a step may differ, as a share of the mean loss."
+    table = filled(
+        Table("remedies", "Remedies", notes=[note], is_sortable=False, top=None),
+        found,
+        Field("remedy", "code", lambda row: row[0].remedy),
+        Field("finding", "code", lambda row: row[0].rule),
+        Field("promised", "text", lambda row: promise_words(row[0].promised)),
+        Field("tolerance", "text", lambda row: percent(row[1]) if row[1] else "0%"),
     )
-    changes = Lines("Changes", [Line(outcome.remedy, code("; ".join(outcome.code))) for outcome, _ in found])
+    changes = Lines("Changes", [Line(outcome.remedy, Cell("; ".join(outcome.code), "code")) for outcome, _ in found])
     return Document(
         title=run,
         kind="trial",
         status="not tried",
         verdict=f"{len(found)} {'remedy' if len(found) == 1 else 'remedies'} can be tried." if found else _NONE,
-        sections=[Section("remedies", "Remedies", parts=[table, changes] if found else [])],
+        sections=[Section("remedies", "Remedies", parts=[*table, changes] if found else [])],
         commands=[Command("lightning-memprof try", f"{remedies} {program}")] if found else [],
     )
 
@@ -144,46 +122,28 @@ def batches_document(found: Batches) -> Document:
     """Return the document of a search for the largest batch."""
     best, refused = found.best, found.refused
     limit = "the device" if found.limit_bytes is None else format_bytes(found.limit_bytes)
-    rows = [
-        (
-            count(row.samples),
-            duration(row.step_ns),
-            rate(row.samples_per_s, "samples/s"),
-            size(row.peak_bytes),
-            text(_result(row, limit), "good" if row.fits else "dim"),
-        )
-        for row in found.tried
-    ]
-    table = Table(
-        id="batches",
-        title="Batches",
-        columns=(
-            Column("samples", "count"),
-            Column("step time", "ns"),
-            Column("throughput", "samples/s"),
-            Column("peak memory", "bytes"),
-            Column("result"),
-        ),
-        rows=rows,
-        notes=["One run of each: step times of a busy machine differ."],
-        is_sortable=False,
-        top=None,
+    note = "One run of each: step times of a busy machine differ."
+    table = filled(
+        Table("batches", "Batches", notes=[note], is_sortable=False, top=None),
+        found.tried,
+        Field("samples", "count", lambda row: row.samples),
+        Field("step time", "ns", lambda row: row.step_ns),
+        Field("throughput", "samples/s", lambda row: row.samples_per_s),
+        Field("peak memory", "bytes", lambda row: row.peak_bytes),
+        Field("result", "text", lambda row: Cell(_result(row, limit), style="good" if row.fits else "dim")),
     )
     fits = "Not even one sample fits" if best is None else f"A batch of {format_count(best.samples, 'sample')} fits"
     verdict = "Stopped before any batch fit." if best is None and found.is_stopped else f"{fits} into {limit}."
+    remedies = f" · with {', '.join(found.remedies)}" if found.remedies else ""
     return Document(
         title=found.program,
         kind="trial",
-        about=phrase(
-            "the program's own batch has {} samples{}",
-            count(found.samples),
-            text(f" · with {', '.join(found.remedies)}" if found.remedies else ""),
-        ),
+        about=phrase("the program's own batch has {} samples{}", found.samples, remedies),
         status="stopped" if found.is_stopped else "tried",
         verdict=verdict,
         why="" if refused is None else f"With {format_count(refused.samples, 'sample')}: {_result(refused, limit)}.",
         next="" if best is None else f"DataLoader(..., batch_size={best.samples})",
-        sections=[Section("batches", "Batches", parts=[table])],
+        sections=[Section("batches", "Batches", parts=list(table))],
         commands=[Command("lightning-memprof", f"run {found.program}")],
     )
 
@@ -198,49 +158,45 @@ def trial_section(trial: Trial | None) -> Section | None:
     if trial is None or not trial.outcomes:
         return None
     failed = [Line(found.remedy, found.problem, "dim") for found in trial.tried if found.problem]
-    parts: list[Item] = [Chart("tried"), _table([found for found in trial.tried if not found.problem])]
+    parts: list[Item] = [Chart("tried"), *_gains([found for found in trial.tried if not found.problem])]
     parts += [Lines("Not tried", failed)] if failed else []
     best = trial.best
     if best is not None and len(best.code) > _MOST_CODE:
-        parts.append(Lines("Change", [Line("change", code(line)) for line in best.code]))
+        parts.append(Lines("Change", [Line("change", Cell(line, "code")) for line in best.code]))
     parts += [Paragraph(note) for note in trial.notes]
-    lead = phrase("{} ran in rounds of {} steps, unchanged and with each remedy.", code(trial.program), trial.steps)
+    lead = phrase("{} ran in rounds of {} steps, unchanged and with each remedy.", trial.program, trial.steps)
     return Section("remedies", "Remedies", lead, parts)
 
 
-def _table(tried: list[Outcome]) -> Table:
-    return Table(
-        id="tried",
-        title="Gains",
-        columns=(
-            Column("remedy", "code"),
-            Column("change"),
-            Column("95% interval"),
-            Column("promised"),
-            Column("rounds", "count", priority=1),
-            Column("step time", "ns", priority=1),
-            Column("peak", "bytes", priority=1),
-            Column("peak change"),
-            Column("training"),
-        ),
-        rows=[_row(found) for found in tried],
-        notes=["change: of the step time, from the unchanged program, paired by round."],
-        is_sortable=False,
-        top=None,
+def _gains(tried: list[Outcome]) -> Iterator[Table]:
+    note = "change: of the step time, from the unchanged program, paired by round."
+    return filled(
+        Table("tried", "Gains", notes=[note], is_sortable=False, top=None),
+        tried,
+        Field("remedy", "code", lambda found: found.remedy),
+        Field("change", "text", _change),
+        Field("95% interval", "text", _interval),
+        Field("promised", "text", lambda found: promise_words(found.promised)),
+        Field("rounds", "count", lambda found: found.rounds, priority=1),
+        Field("step time", "ns", lambda found: found.step_ns, priority=1),
+        Field("peak", "bytes", lambda found: found.peak_bytes, priority=1),
+        Field("peak change", "text", _peak_change),
+        Field("training", "text", _training),
     )
 
 
-def _row(found: Outcome) -> list[Cell]:
-    time = found.time
+def _change(found: Outcome) -> Cell:
+    return Cell(None if found.time is None else signed(found.time.change), style="good" if found.is_faster else "")
+
+
+def _interval(found: Outcome) -> str | None:
+    return None if found.time is None else f"{signed(found.time.low)} to {signed(found.time.high)}"
+
+
+def _peak_change(found: Outcome) -> Cell:
+    return Cell(None if found.peak is None else signed(found.peak), style="good" if found.saves_memory else "")
+
+
+def _training(found: Outcome) -> Cell:
     more = "" if found.needed is None else f"; not decided: about {found.needed} rounds would"
-    return [
-        code(found.remedy),
-        text(None if time is None else signed(time.change), "good" if found.is_faster else ""),
-        text(None if time is None else f"{signed(time.low)} to {signed(time.high)}"),
-        text(promise_words(found.promised)),
-        count(found.rounds),
-        duration(found.step_ns),
-        size(found.peak_bytes),
-        text(None if found.peak is None else signed(found.peak), "good" if found.saves_memory else ""),
-        text(f"{equality_words(found)}{more}", "" if found.is_kept else "bad"),
-    ]
+    return Cell(f"{equality_words(found)}{more}", style="" if found.is_kept else "bad")

@@ -15,22 +15,7 @@ from lightning_memprof.account.steps.workers import (
     ready_batches,
     workers,
 )
-from lightning_memprof.report.document import (
-    Chart,
-    Item,
-    Lines,
-    Section,
-    Table,
-    Words,
-    change,
-    count,
-    duration,
-    index,
-    phrase,
-    share,
-    size,
-)
-from lightning_memprof.report.document import Line as Fact
+from lightning_memprof.report.document import Cell, Chart, Item, Line, Lines, Section, Table, Words, phrase
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.view import View
 from lightning_memprof.units import format_count
@@ -46,11 +31,12 @@ def workers_section(view: View) -> Section | None:
         return None
     memory = private_memory(view.run.lead)
     held = [row.private_bytes for _, row in found if row.private_bytes is not None]
-    lead: Words = phrase(
-        "{}: {} of private memory at most, {} per worker.",
-        format_count(len(found), "worker"),
-        size(max(memory, default=sum(held))),
-        size(max(held, default=None)),
+    counted = format_count(len(found), "worker")
+    lead = phrase(
+        "{}: {bytes} of private memory at most, {bytes} per worker.",
+        counted,
+        max(memory, default=sum(held)),
+        max(held, default=None),
     )
     parts: list[Item] = [
         Chart("workers", "Private memory of the workers", memory, _span(memory)),
@@ -64,16 +50,16 @@ def workers_section(view: View) -> Section | None:
 
 
 def _span(memory: list[int]) -> Words:
-    return phrase("{} to {}", size(memory[0]), size(memory[-1])) if memory else ""
+    return phrase("{bytes} to {bytes}", memory[0], memory[-1]) if memory else ""
 
 
 def _worker(*last: Field[tuple[int, Worker]]) -> tuple[Field[tuple[int, Worker]], ...]:
     return (
         Field("data set", "code", lambda row: row[1].dataset),
-        Field("worker", "index", lambda row: index(row[1].number)),
+        Field("worker", "index", lambda row: row[1].number),
         *last,
-        Field("pid", "index", lambda row: index(row[1].pid), priority=1),
-        Field("rank", "index", lambda row: index(row[0]), priority=2),
+        Field("pid", "index", lambda row: row[1].pid, priority=1),
+        Field("rank", "index", lambda row: row[0], priority=2),
     )
 
 
@@ -82,8 +68,8 @@ def _memory(found: list[tuple[int, Worker]]) -> Iterator[Table]:
         Field("private", "bytes", lambda row: row[1].private_bytes, bar=True),
         Field("shared", "bytes", lambda row: row[1].shared_bytes),
         Field("proportional", "bytes", lambda row: row[1].pss_bytes),
-        Field("growth", "bytes", lambda row: change(row[1].added_bytes)),
-        Field("exit code", "count", lambda row: count(row[1].exit_code), priority=1),
+        Field("growth", "bytes change", lambda row: row[1].added_bytes),
+        Field("exit code", "count", lambda row: row[1].exit_code, priority=1),
     )
     notes = ["private: no other process has these bytes; proportional (PSS): shared bytes are divided among processes"]
     yield from filled(Table("worker-memory", "Memory by worker", notes=notes), found, *fields)
@@ -117,23 +103,21 @@ def _calls(found: list[tuple[int, Call]]) -> Iterator[Table]:
         Field("total/batch", "ns", lambda row: row[1].total_ns),
         Field("count/batch", "count", lambda row: row[1].count),
         Field("data set", "code", lambda row: row[1].dataset, priority=1),
-        Field("rank", "index", lambda row: index(row[0]), priority=2),
+        Field("rank", "index", lambda row: row[0], priority=2),
     )
-    yield from filled(Table("worker-calls", "Time inside a fetch, in recorded windows"), found, *fields)
+    yield from filled(Table("worker-calls", "Time inside a fetch"), found, *fields)
 
 
 def _queue(view: View) -> Iterator[Item]:
     """Yield the batches that wait for the loop, and the time of the pinning thread."""
     ready, pinning = ready_batches(view.run.lead), pinning_ns(view.run.lead)
-    facts: list[Fact] = []
+    facts: list[Line] = []
     if ready:
         yield Chart("ready-batches", "Batches ready when the loop asks for one, in recorded windows", ready)
-        none = share(ready.count(0) / len(ready))
-        facts.append(
-            Fact("ready batches", phrase("{} on average, none in {} of the fetches", count(mean(ready)), none))
-        )
+        words = phrase("{} on average, none in {share} of the fetches", mean(ready), ready.count(0) / len(ready))
+        facts.append(Line("ready batches", words))
     if pinning is not None:
-        facts.append(Fact("pin_memory", phrase("{} per batch", duration(pinning))))
+        facts.append(Line("pin_memory", phrase("{ns} per batch", pinning)))
     yield from [Lines("", facts)] if facts else []
 
 
@@ -145,17 +129,12 @@ def _node(view: View) -> Iterator[Lines]:
     limits = [view.run.lead.facts.environment.get(name) for name in ("memory_limit_bytes", "memory_bytes")]
     limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
     each = max((row.private_bytes or 0 for rank in here for row in workers(rank)), default=0)
-    words = phrase(
-        "at most {}: {} with {} (RSS), private memory of their workers {}",
-        size(resident + private),
-        format_count(len(here), "rank"),
-        size(resident),
-        size(private),
-    )
-    lines = [Fact("memory of the node", words)]
+    counted = format_count(len(here), "rank")
+    words = phrase("{} with {bytes} (RSS), private memory of their workers {bytes}", counted, resident, private)
+    lines = [Line("memory of the node", phrase("at most {bytes}: {}", resident + private, words))]
     if limit is not None:
-        lines.append(Fact("limit of the node", size(limit)))
+        lines.append(Line("limit of the node", Cell(limit, "bytes")))
         if each and resident + private > NEAR * limit:
             fits = max(0, limit - resident) // (each * len(here))
-            lines.append(Fact("num_workers that fits", phrase("{} per rank, of {} each", count(fits), size(each))))
+            lines.append(Line("num_workers that fits", phrase("{} per rank, of {bytes} each", fits, each)))
     yield Lines("", lines)

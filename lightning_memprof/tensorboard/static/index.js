@@ -1,6 +1,5 @@
-// The Memprof tab: selection of run, window, rank and view. Names from a run are inserted as text, never as HTML.
+// The Memprof tab: selection of run, window and rank. Names from a run are inserted as text, never as HTML.
 import { drawLive } from "./live.js";
-import { showTrace } from "./trace.js";
 import { element, fill, ask, isSeen, followTheme, themed } from "./parts.js";
 
 const POLL_MS = 2000;
@@ -8,10 +7,9 @@ const WAIT_MS = 400;
 // A live run changes with every file it writes; its page is rendered at most this often.
 const RENDER_MS = 6000;
 
-const state = { run: "", window: "", rank: "", other: "", view: "report" };
+const state = { run: "", window: "", rank: "", other: "" };
 const shown = { key: "", revision: "", at: 0, frame: null, asking: 0, isAsking: false, list: "" };
 let runs = [];
-let hasProfilerTab = false;
 let parts = {};
 
 export async function render() {
@@ -36,17 +34,11 @@ function build() {
     made.addEventListener("change", () => change({ [name]: made.value }));
     return element("label", {}, `${label} `, made);
   };
-  const button = (view, label) => {
-    const made = element("button", { type: "button", id: `view-${view}` }, label);
-    made.addEventListener("click", () => change({ view }));
-    return made;
-  };
   const all = element("button", { type: "button", id: "all" }, "all runs");
-  all.addEventListener("click", () => change({ run: "", other: "", view: "report" }));
+  all.addEventListener("click", () => change({ run: "", other: "" }));
   parts = {
     bar: element("div", { class: "bar", role: "toolbar", "aria-label": "Selection" },
       all, select("run", "run"), select("other", "compare with"), select("window", "window"), select("rank", "rank"),
-      element("span", { class: "views" }, button("report", "report"), button("trace", "trace")),
       element("output", { id: "said", "aria-live": "polite" })),
     live: element("div", { class: "live", id: "live", hidden: "" }),
     place: element("div", { class: "place", id: "place" }),
@@ -60,7 +52,6 @@ async function loadRuns() {
   runs = found.runs;
   parts.places = found.places;
   parts.isCut = found.is_cut;
-  hasProfilerTab = found.has_profiler_tab;
 }
 
 const runById = (id) => runs.find((run) => run.id === id);
@@ -78,8 +69,6 @@ function change(selection) {
   if ("run" in selection && selection.run !== state.run) Object.assign(state, { window: "", rank: "" });
   Object.assign(state, selection);
   if (state.other === state.run) state.other = "";
-  if (state.other && selection.view !== "trace") state.view = "report";
-  if (selection.view === "trace") state.other = "";
   try { sessionStorage.setItem("memprof-tab", JSON.stringify(state)); } catch { /* no session storage */ }
   draw();
 }
@@ -93,7 +82,6 @@ function draw() {
   if (!runs.length) return drawEmpty();
   if (!state.run) return drawList();
   drawNow();
-  if (state.view === "trace") return drawTrace();
   return askPage();
 }
 
@@ -109,9 +97,7 @@ function drawBar() {
   parts.bar.querySelector("#rank").parentElement.hidden = ranks.length < 2;
   parts.bar.querySelector("#window").parentElement.hidden = !windows.length;
   parts.bar.querySelector("#other").parentElement.hidden = !run || runs.length < 2;
-  parts.bar.querySelector(".views").hidden = !run;
   parts.bar.hidden = !runs.length;
-  for (const view of ["report", "trace"]) parts.bar.querySelector(`#view-${view}`).setAttribute("aria-pressed", `${state.view === view}`);
 }
 
 const windowName = (window) => {
@@ -179,7 +165,7 @@ async function refresh() {
   const revision = [runById(state.other), run].filter(Boolean).map((row) => row.revision).join(".");
   const isOld = shown.revision && shown.revision !== revision;
   // A run that ended is rendered at once, a live run every few seconds; polling continues meanwhile.
-  if (state.view === "report" && isOld && !shown.isAsking && (run.state !== "running" || Date.now() - shown.at > RENDER_MS)) askPage();
+  if (isOld && !shown.isAsking && (run.state !== "running" || Date.now() - shown.at > RENDER_MS)) askPage();
 }
 
 async function drawNow() {
@@ -220,11 +206,9 @@ async function waitForPage(mine) {
 }
 
 function wait(found) {
-  const { file, done, total } = found.progress;
-  const words = found.state === "waiting" ? "Waiting for other pages to render …" : file ? `Reading ${file} …` : "Rendering the page …";
   if (shown.frame) return say("updating …");
-  const bar = element("progress", total && done < total ? { max: total, value: done } : {});
-  parts.place.replaceChildren(element("div", { class: "wait", id: "wait" }, words, bar));
+  const words = found.state === "waiting" ? "Waiting for other pages to render …" : "Rendering the page …";
+  parts.place.replaceChildren(element("div", { class: "wait", id: "wait" }, words, element("progress")));
 }
 
 function failed(found, query) {
@@ -250,11 +234,6 @@ function showPage(key, revision) {
   });
   shown.frame = frame;
   parts.place.replaceChildren(frame);
-}
-
-function drawTrace() {
-  const mine = shown.asking;
-  showTrace(parts.place, state, hasProfilerTab, () => mine === shown.asking);
 }
 
 function say(message, isBad = false) {

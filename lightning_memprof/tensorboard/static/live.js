@@ -1,4 +1,4 @@
-// The live page of a run: parts of its document, as texts.
+// The live section of a run: parts of its document, as texts.
 import { drawn, element } from "./parts.js";
 
 const titled = (title, ...children) => element("div", {}, element("h2", {}, title), ...children);
@@ -13,19 +13,6 @@ const draw = {
     const points = values.map((value, place) => `${(place / wide) * 100},${30 - (value / top) * 28}`).join(" ");
     const options = { viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": title };
     return titled(title, drawn("svg", options, drawn("polyline", { points })));
-  },
-
-  stack({ title, bars }) {
-    const whole = element("div", { class: "whole", "aria-hidden": "true" });
-    const legend = element("ul", { class: "legend" });
-    for (const bar of bars) {
-      const percent = `${Math.round(100 * bar.share)}%`;
-      const stretch = element("span", { class: bar.class, title: `${bar.name}: ${bar.text}, ${percent}` });
-      stretch.style.flexGrow = bar.share.toFixed(5);
-      whole.append(stretch);
-      legend.append(element("li", {}, element("i", { class: bar.class }), element("span", {}, bar.name), element("b", {}, percent)));
-    }
-    return titled(title, whole, legend);
   },
 
   table: ({ columns, rows }) => element("table", {},

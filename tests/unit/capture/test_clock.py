@@ -348,13 +348,6 @@ def test_events_are_made_once_and_used_again() -> None:
     assert cuda.events_made == 2
 
 
-def test_the_fake_timer_knows_each_moment_by_itself() -> None:
-    timer = FakeTimer()
-    first, second = timer.record(), timer.record()
-    timer.release(second)
-    assert timer.held == [first]
-
-
 def test_a_reading_with_the_offset_of_a_run_is_the_systems_time() -> None:
     began, before = time.perf_counter_ns(), time.time_ns()
     offset = unix_offset_ns()

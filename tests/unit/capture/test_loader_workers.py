@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import loading
 from lightning_memprof.capture import loader_workers
@@ -68,11 +68,10 @@ def mappings(pid: int) -> dict[str, int]:
 def test_memory_is_that_of_the_processes_mappings(burner: int) -> None:
     # Other processes that map the same libraries may come and go meanwhile.
     before, found, after = mappings(burner), worker_memory(burner), mappings(burner)
-    assert found is not None
     for kind in ("pss", *SHARING):
         least, most = sorted((before[kind], after[kind]))
-        assert 0.99 * least <= getattr(found, f"{kind}_bytes") <= 1.01 * most
-    assert found.private_bytes > 24 * MIB
+        assert 0.99 * least <= found[f"{kind}_bytes"] <= 1.01 * most
+    assert found["private_bytes"] > 24 * MIB
 
 
 def test_processor_time_is_that_of_the_process(burner: int) -> None:
@@ -87,7 +86,7 @@ def test_a_process_that_is_gone_has_no_figures() -> None:
     worker.start()
     worker.join()
     assert worker.pid is not None
-    assert worker_memory(worker.pid) is None
+    assert worker_memory(worker.pid) == {}
     assert worker_times(worker.pid) == {}
 
 
@@ -115,6 +114,62 @@ def test_workers_count_their_batches_with_every_start_method(start: str) -> None
         for pid in worker_pids():
             assert sum(ns for _, ns in worker_batches(pid)) == worker_counts(pid)["fetch_ns"]
         del loader
+
+
+SAMPLES = 4
+
+
+def seen_functions(start: str, samples: Any, **settings: Any) -> dict[str, tuple[float, float]]:
+    """Return milliseconds per batch of each function that a worker was seen in: self and total."""
+    with counted_workers():
+        loader = DataLoader(
+            samples,
+            batch_size=SAMPLES,
+            num_workers=1,
+            persistent_workers=True,
+            multiprocessing_context=start,
+            **settings,
+        )
+        list(loader)
+        (counts,) = (worker_counts(pid) for pid in worker_pids())
+        del loader
+    scale = counts["fetch_ns"] / sum(own for own, _ in counts["functions"].values()) / counts["batches"] / loading.MS
+    return {name: (own * scale, total * scale) for name, (own, total) in counts["functions"].items()}
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_looks_share_a_fetch_among_its_functions(start: str) -> None:
+    found = seen_functions(start, Subset(loading.Images(), range(SAMPLES * 16)), collate_fn=loading.batched)
+    inside = ("Decode.__call__", "Flip.forward", "read", "scaled")
+    assert {*inside, "batched", "Images.__getitem__", "Chain.__call__"} <= {*found}
+    assert all(found[name][0] == found[name][1] for name in (*inside, "batched"))
+    own, total = found["Images.__getitem__"]
+    # It sleeps 8 of 16 ms.
+    assert max(found, key=lambda name: found[name][0]) == "Decode.__call__"
+    assert own < total / 2
+    assert total == pytest.approx(own + sum(found[name][0] for name in (*inside, "Chain.__call__")))
+
+
+def test_looks_see_iterable_data_sets_and_computing_ones() -> None:
+    found = seen_functions("fork", loading.Stream(SAMPLES * 16))
+    # It sleeps 8 of 10 ms.
+    assert found["Stream.__iter__"][1] >= found["Decode.__call__"][0] > 0.5 * found["Stream.__iter__"][1]
+    # Python's lock is not released in a fetch, which is shorter than the interval between switches.
+    found = seen_functions("fork", Computing())
+    assert found["Computing.turned"][0] > 0
+
+
+class Computing(Dataset[torch.Tensor]):
+    """A fetch of some 2 ms, in Python."""
+
+    def __len__(self) -> int:
+        return SAMPLES * 400
+
+    def turned(self) -> float:
+        return float(sum(number % 7 for number in range(10_000)))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.turned())
 
 
 def stuck(start: str, *, is_deaf: bool) -> tuple[list[Any], list[float]]:

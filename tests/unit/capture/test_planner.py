@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memprof.capture.base import Position, StepRecord
-from lightning_memprof.capture.planner import RequestQueue, WindowRequest
+from lightning_memprof.capture.planner import WindowPlanner, WindowRequest
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point, Schedule
 from lightning_memprof.testing import FakeCollector
@@ -42,7 +42,7 @@ class Wanted:
         self.records.append(record)
 
 
-def steps_of(tmp_path: Path, schedule: Any, wanted: Wanted, positions: list[Position]) -> tuple[Any, FakeCollector]:
+def steps_of(tmp_path: Path, schedule: Any, wanted: Any, positions: list[Position]) -> tuple[Any, FakeCollector]:
     fake = FakeCollector()
     with context(tmp_path) as run:
         made = Session(run, schedule, [fake], requests=wanted)
@@ -67,19 +67,19 @@ def fit(steps: int, start: int = 0) -> list[Position]:
 def test_every_scheduled_step_is_recorded_and_every_wanted_window_is_whole(
     schedule: Schedule, wanted: list[tuple[int, WindowRequest]]
 ) -> None:
-    turns, opened, actions = RequestQueue(), [], []
-    for step in range(80):
+    planner, opened, actions = WindowPlanner(schedule), [], []
+    for position in fit(80):
         for told, demand in wanted:
-            if told == step:
-                turns.pending.append(demand)
-        action, opens = turns.turn(step, schedule(step))
-        actions.append(action)
-        if opens is not None:
-            opened.append((step, opens))
+            if told == position.step:
+                planner.request(demand)
+        turn = planner.turn(position)
+        actions.append(turn.action)
+        if turn.request is not None:
+            opened.append((position.step, turn.request))
     assert all(actions[step] in (RECORD, SAVE) for step in range(80) if schedule(step) in (RECORD, SAVE)
                and not any(first <= step < first + window.warmup for first, window in opened))  # fmt: skip
     assert sorted(map(repr, (window for _, window in opened))) == sorted(repr(window) for _, window in wanted)
-    assert not turns.pending
+    assert not planner.pending
     for first, window in opened:
         whole = [WARMUP] * window.warmup + [RECORD] * (window.active - 1) + [SAVE]
         assert actions[first : first + len(whole)] == whole
@@ -145,7 +145,7 @@ def test_a_run_that_begins_inside_a_window_does_not_resume_it(tmp_path: Path) ->
 
 
 def test_a_step_that_holds_a_validation_is_told_as_unusual_and_only_that_one(tmp_path: Path) -> None:
-    wanted = Wanted()
+    wanted: Any = Wanted()
     with context(tmp_path) as run:
         made = Session(run, lambda _: NONE, [], requests=wanted)
         made.open()
@@ -159,7 +159,7 @@ def test_a_step_that_holds_a_validation_is_told_as_unusual_and_only_that_one(tmp
 
 
 def test_requests_are_asked_for_when_they_are_due_and_not_before(tmp_path: Path) -> None:
-    wanted = Wanted((1, WindowRequest("too early", 0, 1)), (3, WindowRequest("due", 0, 1)))
+    wanted: Any = Wanted((1, WindowRequest("too early", 0, 1)), (3, WindowRequest("due", 0, 1)))
     with context(tmp_path) as run:
         made = Session(run, lambda _: NONE, [], requests=wanted)
         for position in fit(5):

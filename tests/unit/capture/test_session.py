@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Collector, OnMark, Position, RunContext
@@ -29,6 +30,12 @@ def scripted(*actions: Action) -> Callable[[int], Action]:
 
 def windows(run: RunContext) -> list[dict[str, Any]]:
     return [row for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "window" and row["event"] == "close"]
+
+
+def overhead_of(made: Session) -> dict[str, Any]:
+    overhead = made.facts().overhead
+    assert overhead is not None
+    return asdict(overhead)
 
 
 def outcome(run: RunContext) -> list[tuple[list[int], bool, str | None]]:
@@ -97,22 +104,17 @@ def test_the_plan_is_written_down_when_the_window_opens(tmp_path: Path) -> None:
         pytest.param([SAVE, SAVE], [([0], False, None), ([1], False, None)], id="saves every step"),
         pytest.param([SAVE, RECORD, SAVE], [([0], False, None), ([1, 2], False, None)], id="one behind the other"),
         pytest.param([NONE], [], id="nothing"),
+        pytest.param([NONE] * 4 + [RECORD, SAVE], [([4, 5], False, None)], id="until the last step"),
+        pytest.param([RECORD] * 6, [([0, 1, 2, 3, 4, 5], True, "the run ended")], id="records for ever"),
     ],
 )
-def test_any_function_of_the_user_gives_whole_windows(
+def test_any_function_of_the_user_gives_whole_windows_unless_the_run_ends(
     tmp_path: Path, actions: list[Action], expected: list[tuple[list[int], bool, str | None]]
 ) -> None:
     with context(tmp_path) as run:
         with session(run, scripted(*actions), []) as made:
             drive(made, range(6))
         assert outcome(run) == expected
-
-
-def test_a_function_that_records_for_ever_gives_one_window_that_the_end_cuts(tmp_path: Path) -> None:
-    with context(tmp_path) as run:
-        with session(run, lambda _: RECORD, []) as made:
-            drive(made, range(4))
-        assert outcome(run) == [([0, 1, 2, 3], True, "the run ended")]
 
 
 def test_a_function_is_asked_once_a_step_so_that_it_may_count(tmp_path: Path) -> None:
@@ -152,13 +154,6 @@ def fail_at(step: int) -> Callable[[int], None]:
     return inside
 
 
-def test_an_end_right_after_the_last_recorded_step_cuts_nothing(tmp_path: Path) -> None:
-    with context(tmp_path) as run:
-        with session(run, Schedule(wait=0, warmup=0, active=2), []) as made:
-            drive(made, range(2))
-        assert outcome(run) == [([0, 1], False, None)]
-
-
 def test_closing_twice_tells_and_writes_nothing_again(tmp_path: Path) -> None:
     fake = FakeCollector(follows=True)
     with context(tmp_path) as run:
@@ -170,14 +165,14 @@ def test_closing_twice_tells_and_writes_nothing_again(tmp_path: Path) -> None:
         made.close(reason="second")
         assert fake.calls == told
         assert read_rows(run.sink.manifest.path)[0] == rows
-        assert made.facts()["steps"] == 2
+        assert made.facts().steps == 2
 
 
 def test_closing_a_session_without_steps_is_harmless(tmp_path: Path) -> None:
     with context(tmp_path) as run, session(run, Schedule(), [FakeCollector(follows=True)]) as made:
-        assert made.position is None
-        assert made.window is None
-    assert made.facts()["steps"] == 0
+        assert run.position is None
+        assert run.window is None
+    assert made.facts().steps == 0
 
 
 def test_followers_hear_of_every_step_with_phases_that_sum_to_it(tmp_path: Path) -> None:
@@ -218,7 +213,7 @@ def test_opening_and_saving_a_window_is_not_time_of_a_step(tmp_path: Path, monke
         drive(made, range(6))
         pauses = [row["ns"] for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "pause"]
     assert max(record.duration_ns for record in fake.steps) < 300_000_000
-    overhead = made.facts()["overhead"]
+    overhead = overhead_of(made)
     assert overhead["windows_ns"] >= 600_000_000
     assert overhead["collectors_ns"]["slow"] >= 600_000_000
     assert overhead["collectors_ns"]["fake"] < 300_000_000
@@ -234,11 +229,11 @@ def test_time_that_a_collector_charges_is_not_the_pulses_also_after_the_last_ste
             def _call(self, occasion: Any, what: Any) -> None:
                 super()._call(occasion, what)
                 if occasion == "unfollow":
-                    run.progress.charge("reads", 60_000_000_000)
+                    run.charge("reads", 60_000_000_000)
 
         with session(run, scripted(), [Reads("reads", follows=True)]) as made:
             drive(made, range(5))
-        overhead = made.facts()["overhead"]
+        overhead = overhead_of(made)
     assert overhead["collectors_ns"] == {"reads": 60_000_000_000}
     assert overhead["windows_ns"] == 60_000_000_000
     assert overhead["pulse_ns"] > 0
@@ -252,7 +247,7 @@ def test_the_cpu_time_of_the_pulse_is_that_of_some_steps_for_all(
     monkeypatch.setattr(time, "thread_time_ns", lambda: next(readings))
     with context(tmp_path) as run, session(run, scripted(), [FakeCollector(follows=True)]) as made:
         drive(made, range(1_000))
-    overhead = made.facts()["overhead"]
+    overhead = overhead_of(made)
     assert overhead["pulse_cpu_ns"] == 1_000 * 1_000
     assert next(readings) < 2 * 90 * 1_000
     assert overhead["pulse_ns"] > 0
@@ -261,8 +256,8 @@ def test_the_cpu_time_of_the_pulse_is_that_of_some_steps_for_all(
 def test_outside_of_windows_only_the_pulse_costs_anything(tmp_path: Path) -> None:
     with context(tmp_path) as run, session(run, scripted(), [FakeCollector(follows=True)]) as made:
         drive(made, range(5))
-    assert made.facts()["overhead"]["windows_ns"] == 0
-    assert made.facts()["overhead"]["collectors_ns"] == {}
+    assert overhead_of(made)["windows_ns"] == 0
+    assert overhead_of(made)["collectors_ns"] == {}
 
 
 @pytest.mark.parametrize("occasion", ["follow", "step", "unfollow"])
@@ -283,10 +278,9 @@ def test_a_follower_that_fails_is_reported_once_and_the_others_go_on(tmp_path: P
 def test_the_present_step_and_window_can_be_asked_for(tmp_path: Path) -> None:
     with context(tmp_path) as run, session(run, Schedule(wait=0), []) as made:
         drive(made, [0])
-        assert made.position == Position(0, 0, 0, 0)
-        assert made.window is not None
-        assert made.window.index == 0
-    assert made.position is None
+        assert run.position == Position(0, 0, 0, 0)
+        assert run.window == 0
+    assert run.position is None
 
 
 def test_marks_between_steps_are_heard_by_nobody(tmp_path: Path) -> None:
@@ -310,5 +304,5 @@ def test_the_time_of_windows_holds_that_of_their_collectors(tmp_path: Path) -> N
     # Cut short by the end of the run, whose last mark counts too.
     with context(tmp_path) as run, session(run, Schedule(wait=0, warmup=0, active=9), [Slow()]) as made:
         drive(made, range(2))
-    overhead = made.facts()["overhead"]
+    overhead = overhead_of(made)
     assert overhead["windows_ns"] >= sum(overhead["collectors_ns"].values()) > 2 * len(POINTS) * 2_000_000

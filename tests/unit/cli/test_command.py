@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
@@ -15,6 +14,7 @@ from lightning_memprof.cli.command import check_output, parse_numbers
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.progress import ProgressLine, counting
 from lightning_memprof.errors import ConfigError
+from pages import Terminal
 
 
 @pytest.mark.slow
@@ -73,11 +73,6 @@ def test_a_log_has_a_line_about_what_runs_and_the_next_one_after_some_seconds(
         "memprof: round 0, about 20 seconds left",
         "memprof: round 2, about 20 seconds left",
     ]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_output_of_a_program_appears_above_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from typing import get_args
 
 import pytest
 
 from lightning_memprof.cli.command import quiet_lightning
-from lightning_memprof.cli.doctor import Check, State, doctor
 
 
 @pytest.mark.slow
@@ -33,20 +31,6 @@ def test_doctor_says_of_every_default_collector_whether_it_records_here(run_pyth
     assert {lines["allocator"], lines["allocator_history"]} <= {"ok", "no"}
     assert max(map(len, ended.stdout.splitlines())) <= 80
     assert ended.stderr == ""
-
-
-def test_every_state_has_its_color_and_long_text_is_wrapped(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "50")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    checks = [Check("name", state, "a b c d e f g h i j") for state in get_args(State)]
-    monkeypatch.setattr("lightning_memprof.cli.doctor.diagnose", lambda: {"Group": checks})
-    assert doctor() == 1
-    out = capsys.readouterr().out
-    assert all(f"m{state} " in out for state in get_args(State))
-    assert out.count(f"\n{' ' * 33}j\n") == len(checks)
 
 
 @pytest.mark.slow

@@ -90,10 +90,10 @@ def test_debug_lets_the_exception_itself_through(where, tmp_path):
 
 
 def test_an_unforeseen_exception_is_one_line_that_names_its_type_and_debug(monkeypatch, capsys):
-    def broken(targets, form, options, **_: object):
+    def broken(*_: object):
         raise ZeroDivisionError("three\nlines\nhere")
 
-    monkeypatch.setattr("lightning_memprof.cli.show.show", broken)
+    monkeypatch.setattr("lightning_memprof.report.opened.opened", broken)
     assert main(["show", "x"]) == 1
     err = capsys.readouterr().err
     assert err == "lightning-memprof: error: ZeroDivisionError: three lines here (--debug shows the traceback)\n"
@@ -104,7 +104,7 @@ def test_ctrl_c_is_exit_code_130_and_says_nothing(as_lightning_does_it, monkeypa
     def press_ctrl_c():
         raise KeyboardInterrupt
 
-    def interrupted(targets, form, options, **_: object):
+    def interrupted(*_: object):
         try:
             press_ctrl_c()
         except KeyboardInterrupt:
@@ -112,7 +112,7 @@ def test_ctrl_c_is_exit_code_130_and_says_nothing(as_lightning_does_it, monkeypa
                 sys.exit(1)
             raise
 
-    monkeypatch.setattr("lightning_memprof.cli.show.show", interrupted)
+    monkeypatch.setattr("lightning_memprof.report.opened.opened", interrupted)
     assert main(["show", "x"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -125,13 +125,13 @@ def test_ctrl_c_is_exit_code_130_and_says_nothing(as_lightning_does_it, monkeypa
     ],
 )
 def test_of_errors_that_ctrl_c_causes_only_ours_are_told(error, status, said, monkeypatch, capsys):
-    def interrupted(targets, form, options, **_: object):
+    def interrupted(*_: object):
         try:
             raise KeyboardInterrupt
         finally:
             raise error
 
-    monkeypatch.setattr("lightning_memprof.cli.show.show", interrupted)
+    monkeypatch.setattr("lightning_memprof.report.opened.opened", interrupted)
     assert main(["show", "x"]) == status
     assert capsys.readouterr() == ("", said)
 

@@ -11,25 +11,31 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.account.trace import operators
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.progress import reading
-from lightning_memprof.cli.show import show
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.judge import Evidence, Facts, Finding, Severity
-from lightning_memprof.report.opened import OpenOptions
+from lightning_memprof.report.opened import OpenOptions, opened
+from lightning_memprof.report.view import View
 from lightning_memprof.units import quoted
 from next_steps import step
+from pages import Terminal
 
 TABLE = "fit-fts_extended_pytorch_profiler-0.txt"
 
 
+def show(target: Path, *options: str) -> int:
+    """Run the command; an error is raised as it is."""
+    return main(["--debug", "show", str(target), *options])
+
+
 def shown(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, list[dict[str, object]]]:
-    assert show(str(path), "json") == 0
+    assert show(path, "--format", "json") == 0
     document: dict[str, list[dict[str, object]]] = json.loads(capsys.readouterr().out)
     return document
 
 
 def test_show_prints_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path)
-    assert show(str(tmp_path)) == 0
+    assert show(tmp_path) == 0
     assert capsys.readouterr().out.startswith("verdict ")
 
 
@@ -94,7 +100,7 @@ def test_a_table_that_show_makes_has_the_rows_that_the_recording_torch_has_by_de
     make_run(tmp_path)
     (manifest,) = tmp_path.rglob("manifest.*.jsonl")
     manifest.write_text(manifest.read_text().replace('"torch":"2.13.0"', f'"torch":"{torch}"'))
-    assert show(str(tmp_path), "json") == 0
+    assert show(tmp_path, "--format", "json") == 0
     assert (tmp_path / TABLE).read_text() == f"Python functions: {python_functions}"
 
 
@@ -143,7 +149,7 @@ def test_show_has_what_the_program_named_on_the_page_and_in_json(
     moments = [{**row, "point": "start", "rss_bytes": 2**20}, {**row, "point": "end", "rss_bytes": 3 * 2**20}]
     (directory / "snapshots.rank00000.jsonl").write_text("".join(json.dumps(one) + "\n" for one in moments))
     assert shown(capsys, tmp_path)["named"] == [{"rank": 0, **one} for one in moments]
-    assert show(str(tmp_path), sections=["memory"]) == 0
+    assert show(tmp_path, "--section", "memory") == 0
     page = capsys.readouterr().out
     assert "load     0      1    +2.00 MiB" in page
     assert "verdict" not in page
@@ -153,11 +159,11 @@ def test_show_reads_the_traces_for_what_was_live_at_the_peak(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path)
-    assert show(str(tmp_path), "json") == 0
+    assert show(tmp_path, "--format", "json") == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert [one["operator"] for one in memory["sites"]] == ["aten::addmm"] * 2
     assert memory["allocations"][0]["curve"]
-    assert show(str(tmp_path), is_full=True) == 0
+    assert show(tmp_path, "--all") == 0
     page = capsys.readouterr().out
     assert "Live bytes on cpu peak at 10.6 MiB in step 3, window 0." in page
     assert "Live bytes, window 0 on cpu" in page
@@ -167,23 +173,13 @@ def test_sections_and_the_full_document_are_json_too_and_an_unknown_section_is_r
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path)
-    assert show(str(tmp_path), "json", sections=["memory"]) == 0
+    assert show(tmp_path, "--format", "json", "--section", "memory") == 0
     (section,) = json.loads(capsys.readouterr().out)["sections"]
     assert section["id"] == "memory"
-    assert show(str(tmp_path), "json", is_full=True) == 0
+    assert show(tmp_path, "--format", "json", "--all") == 0
     assert len(json.loads(capsys.readouterr().out)["sections"]) > 5
-    with pytest.raises(ConfigError, match="--section nope: unknown section; this document has overview, steps"):
-        show(str(tmp_path), sections=["nope"])
-
-
-def test_a_section_without_anything_in_it_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path)
-    assert show(str(tmp_path), sections=["hangs", "memory"]) == 0
-    page, note = capsys.readouterr()
-    assert note == "memprof: --section hangs: nothing to show: no step exceeded its limit\n"
-    assert page.startswith("Memory ")
-    assert show(str(tmp_path), "json", sections=["holders"]) == 0
-    assert json.loads(capsys.readouterr().out)["sections"] == []
+    with pytest.raises(ConfigError, match="--section nope: unknown, or nothing to show; this page has overview, steps"):
+        show(tmp_path, "--section", "nope")
 
 
 def test_a_trace_that_is_torn_costs_the_sites_and_nothing_else(
@@ -192,14 +188,11 @@ def test_a_trace_that_is_torn_costs_the_sites_and_nothing_else(
     make_run(tmp_path)
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")
     trace.write_bytes(trace.read_bytes()[:80])
-    assert show(str(tmp_path), "json") == 0
+    assert show(tmp_path, "--format", "json") == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["sites"] == []
     assert trace.name in memory["reasons"]["sites"]
     assert memory["modules"]
-
-
-TRACE = {"schemaVersion": 1, "traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 5}]}
 
 
 def test_show_of_a_file_is_of_that_file_and_not_of_the_run_around_it(
@@ -207,23 +200,11 @@ def test_show_of_a_file_is_of_that_file_and_not_of_the_run_around_it(
 ) -> None:
     directory = make_run(tmp_path)
     with pytest.raises(ArtifactError, match="is neither a trace"):
-        show(str(directory / "pulse.rank00000.csv"))
+        show(directory / "pulse.rank00000.csv")
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")
     document = shown(capsys, trace)
     assert [one["file"] for one in document["traces"]] == [str(trace)]
     assert "run" not in document
-
-
-def test_show_takes_several_files_and_directories_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a/one.json", "b/two.json"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(json.dumps(TRACE))
-    assert show([str(tmp_path / "a"), str(tmp_path / "b" / "two.json")], "json") == 0
-    document = json.loads(capsys.readouterr().out)
-    assert [Path(one["file"]).name for one in document["traces"]] == ["one.json", "two.json"]
-    assert document["verdict"]["title"].startswith("Too little was recorded for a verdict: 1 event")
-    assert show(str(tmp_path)) == 0
-    assert "one.json: Too little was recorded for a verdict: 1 event" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_has_its_leading_ranks_traces_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,18 +219,18 @@ def test_a_rank_leads_the_page_and_a_window_leaves_out_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path, FakeRun(world_size=2, windows=((2, 3), (6, 7))))
-    assert show(str(tmp_path), "json", OpenOptions(rank=1, window=1)) == 0
+    assert show(tmp_path, "--format", "json", "--rank", "1", "--window", "1") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["run"]["lead_rank"] == 1
     assert [one["rank"] for one in document["ranks"]] == [0, 1]
     assert [(one["rank"], one["index"]) for one in document["windows"]] == [(1, 1)]
     assert {one["window"] for one in document["artifacts"]} <= {None, 1}
     for options, words in (
-        (OpenOptions(rank=7), "--rank 7: the run has no such rank; there are 0, 1"),
-        (OpenOptions(window=9), "--window 9: the run has no such window; there are 0, 1"),
+        (("--rank", "7"), "--rank 7: the run has no such rank; there are 0, 1"),
+        (("--window", "9"), "--window 9: the run has no such window; there are 0, 1"),
     ):
         with pytest.raises(ArtifactError, match=words):
-            show(str(tmp_path), "terminal", options)
+            show(tmp_path, *options)
 
 
 def test_a_rank_of_thousands_is_read_in_full_where_it_is_asked_for(
@@ -258,18 +239,18 @@ def test_a_rank_of_thousands_is_read_in_full_where_it_is_asked_for(
     monkeypatch.setattr("lightning_memprof.read.run.load.FULL_RANKS", 2)
     monkeypatch.setattr("lightning_memprof.read.run.load.FIRST_RANKS", 1)
     make_run(tmp_path, FakeRun(world_size=4, trace=False))
-    assert show(str(tmp_path), "json", OpenOptions(rank=3)) == 0
+    assert show(tmp_path, "--format", "json", "--rank", "3") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["pulse"]["steps"] == 30
     assert [bool(one["pulse"]["steps"]) for one in document["ranks"]] == [True, False, False, True]
 
 
-def test_large_traces_of_a_run_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_traces_of_a_run_are_left_out_with_a_note(tmp_path: Path) -> None:
     make_run(tmp_path, FakeRun(windows=((2, 3), (6, 7))))
-    assert show(str(tmp_path), "json", OpenOptions(max_file_bytes=1)) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["traces"] == []
-    assert "2 of 2 traces and snapshots are large" in " ".join(one["message"] for one in document["notes"])
+    with opened([str(tmp_path)], OpenOptions(max_file_bytes=1)) as view:
+        assert isinstance(view, View)
+        assert view.traces == ()
+        assert "2 of 2 traces and snapshots are large" in " ".join(note.message for note in view.run.notes)
 
 
 def test_evidence_names_a_runs_files_as_its_manifest_does(
@@ -299,9 +280,9 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
 
 def test_markdown_has_the_verdict_and_tables_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, FakeRun(world_size=2, training={"model": "<b>Net</b>"}))
-    assert show(str(tmp_path), "markdown") == 0
+    assert show(tmp_path, "--format", "markdown") == 0
     assert capsys.readouterr().out.startswith("**Compute-bound: the model takes 88%")
-    assert show(str(tmp_path), "markdown", is_full=True) == 0
+    assert show(tmp_path, "--format", "markdown", "--all") == 0
     text = capsys.readouterr().out
     for heading in ("## Steps", "## Memory", "## Ranks", "## Files"):
         assert heading in text
@@ -312,18 +293,14 @@ def test_markdown_has_the_verdict_and_tables_of_a_run(tmp_path: Path, capsys: py
 
 
 def test_a_bar_is_drawn_on_a_terminal_where_reading_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     quick, slow, file = Terminal(), Terminal(), io.StringIO()
     with reading(quick) as bar:
-        bar.update(Path("a.json"), 1, 10)
+        bar.read(Path("a.json"), 1, 10)
     monkeypatch.setattr("lightning_memprof.cli.progress.PATIENCE_SECONDS", 0.0)
     for stream in (slow, file):
         with reading(stream) as bar:
-            bar.update(Path("[red]a.json"), 1, 10)
-            bar.update(Path("b.json"), 10, 10)
+            bar.read(Path("[red]a.json"), 1, 10)
+            bar.read(Path("b.json"), 10, 10)
     assert quick.getvalue() == ""
     assert file.getvalue() == ""
     assert "[red]a.json" in slow.getvalue()

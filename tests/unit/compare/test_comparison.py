@@ -12,13 +12,14 @@ from msgspec.structs import replace
 from fake_memory import FakeMemory
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import Made, event_fields, write_trace
+from known import known
 from lightning_memprof.account.snapshot.replay import Holder
 from lightning_memprof.compare import significance
 from lightning_memprof.compare.comparison import check, compare, parse_limit
-from lightning_memprof.compare.model import QUANTITIES, Comparison, Measure, Side
+from lightning_memprof.compare.model import Comparison, Measure, Side
 from lightning_memprof.compare.sides import (
-    Times,
     holder_bytes,
+    over_traces,
     peak,
     run_side,
     severities,
@@ -49,9 +50,7 @@ def side(label: str = "a", samples: Sequence[float] = (), size: Measure | None =
 
 
 def size(name: str, value: float, source: str = "the allocator") -> Measure:
-    found = peak(name, [value], source)
-    assert found is not None
-    return found
+    return known(peak(name, [value], source))
 
 
 def run(directory: Path, fake: FakeRun | None = None) -> Side:
@@ -110,8 +109,7 @@ def test_one_hiccup_is_no_noise_and_a_slow_half_is() -> None:
 
 
 def test_a_single_time_is_taken_to_vary_by_a_tenth() -> None:
-    found = typical("step_ns", [20e6], "one step")
-    assert found is not None
+    found = known(typical("step_ns", [20e6], "one step"))
     assert found.noise == pytest.approx(2e6)
 
 
@@ -233,12 +231,9 @@ def test_operators_appear_disappear_and_change_but_not_by_what_windows_differ_by
 
 
 def test_times_of_operators_are_those_of_the_middle_window_and_their_spread_its_range() -> None:
-    times = Times()
-    times.add({"aten::mm": 20, "aten::add": 4}, 2)
-    times.add({"aten::mm": 24}, 2)
-    times.add({"aten::mm": 60}, 2)
-    assert times.values == {"aten::mm": 12, "aten::add": 0}
-    assert times.spreads == {"aten::mm": 20, "aten::add": 2}
+    times, spreads = over_traces([(None, {"mm": 10, "add": 2}), (None, {"mm": 12}), (None, {"mm": 30})])
+    assert times == {"mm": 12, "add": 0}
+    assert spreads == {"mm": 20, "add": 2}
 
 
 @pytest.mark.parametrize(
@@ -409,28 +404,6 @@ def test_traces_are_compared_by_their_steps_and_operators(tmp_path: Path) -> Non
     assert changed(comparison, "operators") == {"aten::mm": "disappeared", "aten::bmm": "appeared"}
 
 
-def test_a_wait_for_the_device_in_each_step_makes_no_step_longer(tmp_path: Path) -> None:
-    def trace(name: str, length: int) -> Path:
-        made = []
-        for step in range(4):
-            times = {
-                ("user_annotation", f"ProfilerStep#{step}", 1): (step * length, length),
-                ("cuda_runtime", "cudaLaunchKernel", 1): (step * length, 1),
-                ("kernel", "gemm", 0): (step * 10_000, 10_000),
-            }
-            made += [
-                {"ph": "X", "cat": cat, "name": event, "pid": pid, "tid": 1, "ts": at, "dur": took}
-                | {"args": {} if cat == "user_annotation" else {"correlation": step + 1}}
-                for (cat, event, pid), (at, took) in times.items()
-            ]
-        return write_trace(tmp_path / name, made)
-
-    ahead = traces_side([trace("ahead.pt.trace.json", 100)], "a")
-    waits = traces_side([trace("waits.pt.trace.json", 10_000)], "b")
-    assert ahead.measures["step_ns"].value == waits.measures["step_ns"].value == 10_000_000
-    assert {each.name for each in compare(ahead, waits).differences if each.is_above_noise} <= {"duration_ns"}
-
-
 def test_snapshots_are_compared_by_their_sizes_and_by_who_holds_the_peak(tmp_path: Path) -> None:
     def dump(name: str, count: int, frame: dict[str, object]) -> Path:
         ring = [event("alloc", 4096, count, frame)]
@@ -450,11 +423,6 @@ def test_a_line_is_known_wherever_it_stands_now() -> None:
     assert holder_bytes([here, there]) == {"project/model.py: forward": 12}
     assert holder_bytes([Holder((), "", 3, 1)]) == {"allocated before the history was on": 3}
     assert site_bytes([]) == {}
-
-
-def test_every_quantity_has_a_unit_that_its_name_says() -> None:
-    for name, unit in QUANTITIES.items():
-        assert name.endswith(f"_{unit}") or unit == "count" or name == "samples_per_s"
 
 
 def test_only_findings_that_warn_are_compared(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kineto import write_trace
+from known import known
 from lightning_memprof.account.ledger.ranks import across_ranks
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.compare.comparison import check, compare, parse_limit
@@ -39,8 +40,7 @@ def ahead(path: Path, kernel_us: int, steps: int = 5) -> Side:
 
 
 def test_steps_of_a_host_that_is_ahead_are_those_of_the_device(tmp_path: Path) -> None:
-    found = compare(ahead(tmp_path / "a.json", 10_000), ahead(tmp_path / "b.json", 12_000)).difference("step_ns")
-    assert found is not None
+    found = known(compare(ahead(tmp_path / "a.json", 10_000), ahead(tmp_path / "b.json", 12_000)).difference("step_ns"))
     assert found.a is not None
     assert found.a.steps == (10_000_000,) * 5
     assert (found.is_above_noise, found.has_too_few_steps) == (True, False)
@@ -52,8 +52,7 @@ def test_a_longer_recording_of_one_program_is_no_difference(tmp_path: Path) -> N
     outcome = check(compare(few, many), parse_limit("duration_ns>5%"))
     assert outcome.status == "fail"
     assert "A first to last event of 5 steps, B first to last event of 20 steps" in outcome.title
-    slow = compare(few, ahead(tmp_path / "slow.json", 12_000)).difference("duration_ns")
-    assert slow is not None
+    slow = known(compare(few, ahead(tmp_path / "slow.json", 12_000)).difference("duration_ns"))
     assert slow.is_above_noise
 
 
@@ -80,8 +79,7 @@ def test_a_late_rank_is_no_noise_of_the_others_times(tmp_path: Path) -> None:
     files = ranks(tmp_path / "late", 6_000)
     late = traces_side(files, "late")
     comparison = compare(traces_side(ranks(tmp_path / "even", 0), "even"), late)
-    found = comparison.difference("gpu_communication_ns")
-    assert found is not None
+    found = known(comparison.difference("gpu_communication_ns"))
     assert found.a is not None
     assert found.b is not None
     assert (found.a.value, found.b.value, found.is_above_noise) == (2_000_000, (8_000_000 + 2_000_000) / 2, True)

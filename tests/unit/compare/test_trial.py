@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from known import known
 from lightning_memprof.compare.significance import PairedChange
 from lightning_memprof.compare.trial import Equality, Measured, Outcome, Trial, equality, equality_words, outcome
 
@@ -36,25 +37,38 @@ def trial(*outcomes: Outcome, together: Outcome | None = None) -> Trial:
     )
 
 
-def test_equal_losses_and_parameters_are_bit_equal():
-    assert equality(run(), run(), run(), 0.0) == Equality(name="bit-equal", difference=0.0)
+@pytest.mark.parametrize(
+    ("bare", "changed", "tolerance", "name", "difference"),
+    [
+        pytest.param(run(), run(), 0.0, "bit-equal", 0.0, id="equal losses and parameters"),
+        pytest.param(run(), run(weights="b"), 0.0, "changes the training", 0.0, id="other parameters"),
+        # The mean loss is 1.5, the second step's losses are 0.15 apart.
+        pytest.param(run(), run([2.0, 1.15], "b"), 0.11, "within tolerance", 0.1, id="a small difference"),
+        pytest.param(run(), run([2.0, 1.15], "b"), 0.09, "changes the training", 0.1, id="a large difference"),
+        pytest.param(run(), run([2.0], "b"), 0.5, "changes the training", None, id="a missing loss"),
+        pytest.param(run(), run([2.0, None], "b"), 0.5, "changes the training", 0.0, id="a loss that is not finite"),
+        pytest.param(run([2.0, None]), run([2.0, None]), 0.0, "bit-equal", 0.0, id="not finite in both"),
+        pytest.param(run([]), run([]), 0.0, "bit-equal", None, id="equal parameters without losses"),
+        pytest.param(run([]), run([], "b"), 0.0, "changes the training", None, id="other parameters without losses"),
+        # Manual optimization returns no loss: nothing says how far apart rounding has led.
+        pytest.param(run([]), run([], "b"), 0.5, "not comparable", None, id="rounding without losses"),
+    ],
+)
+def test_a_training_is_compared_by_its_losses_and_parameters(
+    bare: Measured, changed: Measured, tolerance: float, name: str, difference: float | None
+) -> None:
+    found = equality(bare, bare, changed, tolerance)
+    assert (found.name, found.difference) == (name, difference and pytest.approx(difference))
 
 
-def test_equal_losses_with_other_parameters_change_the_training():
-    assert equality(run(), run(), run(weights="b"), 0.0).name == "changes the training"
+def test_without_a_loss_the_words_say_so() -> None:
+    unknown = Outcome(remedy="a", equality=Equality(name="not comparable"))
+    assert equality_words(unknown) == "not comparable: no loss is known"
 
 
 def test_a_training_that_does_not_repeat_itself_is_not_comparable_but_may_be_recommended():
     found = equality(run(), run([2.0, 1.5]), run(), 0.0)
     assert (found.name, found.is_kept) == ("not comparable", True)
-
-
-@pytest.mark.parametrize(("tolerance", "name"), [(0.11, "within tolerance"), (0.09, "changes the training")])
-def test_the_largest_difference_of_a_step_is_compared_with_the_tolerance(tolerance, name):
-    # The mean loss is 1.5, the second step's losses are 0.15 apart.
-    found = equality(run(), run(), run([2.0, 1.15], "b"), tolerance)
-    assert found.name == name
-    assert found.difference == pytest.approx(0.1)
 
 
 def test_the_mean_losses_are_compared_where_other_random_numbers_are_drawn():
@@ -64,26 +78,6 @@ def test_the_mean_losses_are_compared_where_other_random_numbers_are_drawn():
     assert (found.name, found.is_mean) == ("within tolerance", True)
     assert found.difference == pytest.approx(0.02)
     assert equality(run(), run(), run([1.25, 1.81], "b"), 0.01, is_mean=True).name == "changes the training"
-
-
-@pytest.mark.parametrize("losses", [[2.0], [2.0, None]])
-def test_losses_that_are_missing_or_not_finite_are_no_rounding(losses):
-    assert equality(run(), run(), run(losses, "b"), 0.5).name == "changes the training"
-
-
-def test_a_loss_that_is_not_a_number_in_both_is_equal():
-    nan = run([2.0, None])
-    assert equality(nan, nan, run([2.0, None]), 0.0).name == "bit-equal"
-
-
-def test_without_losses_the_parameters_decide():
-    none = run([])
-    assert equality(none, none, run([]), 0.0).name == "bit-equal"
-    assert equality(none, none, run([], "b"), 0.0).name == "changes the training"
-    # Manual optimization returns no loss: nothing says how far apart rounding has led.
-    unknown = equality(none, none, run([], "b"), 0.5)
-    assert (unknown.name, unknown.difference) == ("not comparable", None)
-    assert equality_words(Outcome(remedy="a", equality=unknown)) == "not comparable: no loss is known"
 
 
 @pytest.mark.slow
@@ -177,8 +171,7 @@ def test_a_failed_run_is_a_problem_of_the_remedy():
 def test_the_best_remedy_gains_most_whenever_it_was_measured():
     # The machine was faster when the winners were measured together.
     later = replace(tried("a+b", -0.2), step_ns=0.5e9)
-    found = trial(tried("a", -0.3), tried("b", -0.1), together=later).best
-    assert found is not None
+    found = known(trial(tried("a", -0.3), tried("b", -0.1), together=later).best)
     assert found.remedy == "a"
 
 

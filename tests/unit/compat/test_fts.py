@@ -19,7 +19,6 @@ from lightning_memprof.capture.collectors.functions import CallRange, FunctionMe
 from lightning_memprof.capture.sources.saved_hooks import checked_unpack
 from lightning_memprof.capture.tracker.collectors import FSDPMemory
 from lightning_memprof.compat.fts import (
-    BuiltIn,
     MemProfiler,
     MemProfilerCfg,
     MemProfilerFuncs,
@@ -35,6 +34,7 @@ from lightning_memprof.compat.fts import (
 )
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Schedule
+from training import Perceptron, trainer
 
 NPP = "fts_examples.profiling.npp_hooks"
 
@@ -91,7 +91,6 @@ def test_an_enabled_default_is_one_call_of_training_step_with_all_that_is_measur
     assert found.calls == CallRange(2, 2)
     assert (found.memory_hooks, found.saved_tensors_hooks, found.user_hooks) == (True, True, None)
     assert (found.dump_yaml, found.dump_pickle, bool(found.allocator_snapshots)) == (True, False, False)
-    assert not found.retain_hooks_for  # which is all of them
 
 
 @pytest.mark.parametrize(
@@ -126,8 +125,7 @@ def test_a_schedule_that_records_nothing_is_refused(given: dict[str, int]) -> No
         MemProfilerSchedule(**given)
 
 
-def test_default_is_added_to_each_set_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_default_is_added_to_each_set_of_functions() -> None:
     funcs = MemProfilerFuncs(
         default={"training_step"}, cpu={"encode"}, cuda={"decode"}, cuda_allocator_history={"sample"}, fsdp={"encode"}
     )
@@ -140,9 +138,6 @@ def test_default_is_added_to_each_set_of_functions(monkeypatch: pytest.MonkeyPat
 def test_without_a_default_only_what_is_named_is_collected() -> None:
     funcs = MemProfilerFuncs(default=[], cpu=["validation_step"])  # type: ignore[arg-type]  # lists, as in YAML
     assert tuple(functions_of(MemProfilerCfg(enabled=True, collect_funcs=funcs)).functions) == ("validation_step",)
-
-
-def test_only_fsdp_memory_may_be_collected() -> None:
     funcs = MemProfilerFuncs(default=set(), fsdp={"training_step"})
     cfg = MemProfilerCfg(enabled=True, track_fsdp_mem=True, collect_funcs=funcs)
     assert names(collectors_for(cfg)) & {"functions", "fsdp_memory"} == {"fsdp_memory"}
@@ -174,14 +169,17 @@ def test_fsdp_memory_of_another_function_is_said_not_to_be_tracked() -> None:
         {"collect_funcs": MemProfilerFuncs(cuda_allocator_history={"decode"})},
     ],
 )
-def test_cuda_without_cuda_is_one_warning_and_the_rest_is_recorded(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+def test_cuda_memory_of_a_model_on_a_cpu_is_one_warning_and_the_rest_is_recorded(
+    tmp_path: Path, asked: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.warns(UserWarning, match="there is no CUDA device") as warned:
-        found = functions_of(MemProfilerCfg(enabled=True, **asked))
+    training, model = trainer(tmp_path), Perceptron()
+    vars(model)["decode"] = model.forward
+    training.strategy.connect(model)
+    with pytest.warns(UserWarning, match="the model is on cpu: everything else is recorded") as warned:
+        settings = MemProfiler(MemProfilerCfg(enabled=True, **asked)).settings(training)
     assert len(warned) == 1
-    assert tuple(found.functions) == ("training_step",)
+    (found,) = [collector for collector, _ in settings.collectors if isinstance(collector, FunctionMemory)]
+    assert "training_step" in found.functions
     assert not found.allocator_snapshots
 
 
@@ -194,7 +192,6 @@ def test_the_dumps_and_switches_arrive() -> None:
     )  # fmt: skip
     assert (found.dump_pickle, found.dump_yaml) == (True, False)
     assert (found.memory_hooks, found.saved_tensors_hooks, found.user_hooks) == (False, False, None)
-    assert tuple(found.retain_hooks_for) == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -206,29 +203,27 @@ def test_save_dir_is_the_run_directory_where_it_has_its_name(save_dir: str | Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"),
+    "name",
     [
-        (f"{NPP}._hook_npp_pre_forward", BuiltIn.PRE_FORWARD),
-        (f"{NPP}._hook_npp_post_forward", BuiltIn.POST_FORWARD),
-        (f"{NPP}._reset_memory_hooks_state", BuiltIn.RESET_STATE),
-        (f"{NPP}._npp_hook", BuiltIn.NPP_PACK),
-        ("fts_examples.npp_hooks._npp_hook", BuiltIn.NPP_PACK),
-        ("identity_lambda", BuiltIn.IDENTITY),
+        f"{NPP}._hook_npp_pre_forward",
+        f"{NPP}._hook_npp_post_forward",
+        f"{NPP}._reset_memory_hooks_state",
+        f"{NPP}._npp_hook",
+        "fts_examples.npp_hooks._npp_hook",
+        "identity_lambda",
     ],
 )
-def test_its_own_names_are_what_ours_do(name: str, ours: BuiltIn) -> None:
-    assert resolve(name) is ours
+def test_its_own_names_are_not_imported(name: str) -> None:
+    assert resolve(name) is None
 
 
-def test_its_own_functions_given_as_functions_are_what_ours_do() -> None:
-    def _npp_hook(x: Any) -> Any:
-        return x
-
-    _npp_hook.__module__ = NPP
-    assert resolve(_npp_hook) is BuiltIn.NPP_PACK
+def _npp_hook(x: Any) -> Any:
+    return x
 
 
-def test_a_dotted_name_and_a_callable_resolve() -> None:
+def test_a_dotted_name_and_a_callable_resolve_and_its_own_functions_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_npp_hook, "__module__", NPP)
+    assert resolve(_npp_hook) is None
     assert resolve("torch.nn.functional.relu") is nn.functional.relu
     assert resolve(nn.functional.relu) is nn.functional.relu
 
@@ -326,7 +321,6 @@ def test_what_is_no_set_of_names_is_refused(value: Any) -> None:
 def test_a_disabled_callback_holds_nothing_and_anything_else_is_refused() -> None:
     idle = MemProfiler(MemProfilerCfg())
     assert idle.steps_aside(None)  # type: ignore[arg-type]
-    assert not idle.leads(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="must be a MemProfilerCfg"):
         MemProfiler({"enabled": True})  # type: ignore[arg-type]
 

@@ -278,14 +278,13 @@ def test_a_program_that_cannot_be_estimated_is_refused_in_a_line(
         "while x.sum().item() < 5_000: x = x * 2",
     ],
 )
-def test_a_loop_that_waits_for_a_value_is_refused_after_a_thousand_reads(step: str, tmp_path: Path) -> None:
-    with pytest.raises(MemprofError, match=r"train\.py:14 reads over 1,000 values in a step: a loop that waits"):
+def test_a_loop_that_waits_for_a_value_is_refused_after_many_reads(step: str, tmp_path: Path) -> None:
+    with pytest.raises(MemprofError, match=r"train\.py:14 reads over 5,000 values in a step: a loop that waits"):
         estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
 
 
 @FORKS
 def test_many_values_may_be_read_in_a_loop_of_known_length(tmp_path: Path) -> None:
-    # More than the thousand after which a loop that waits for a value is refused.
     reads = "x[0, 0].item(); [0, 0, 0][x[0, 0].item()]; (x[0, 0] > 0).item()"
     few, many = (
         estimate_program(program(tmp_path, step=f"for _ in range({count}): {reads}"), Wanted(what_if=("none",)))
@@ -309,12 +308,6 @@ def test_a_fused_norm_saves_its_input_and_nothing_else() -> None:
 
 
 @FORKS
-@pytest.mark.parametrize("given", ["none", ("none",)])
-def test_a_single_change_may_be_a_string(given: Any) -> None:
-    assert estimate(Net(), loader(), what_if=given).alternatives == []
-
-
-@FORKS
 def test_nothing_goes_on_after_a_killed_command(tmp_path: Path) -> None:
     endless = f"(__import__('pathlib').Path({str(tmp_path / 'pid')!r}).write_text(str(__import__('os').getpid())))"
     file = program(tmp_path, step=f"{endless}; exec('while True: pass')")[0]
@@ -329,9 +322,19 @@ def test_nothing_goes_on_after_a_killed_command(tmp_path: Path) -> None:
 
 
 @FORKS
-def test_values_that_a_program_reads_are_assumed_and_listed(tmp_path: Path) -> None:
-    found = estimate_program(program(tmp_path, step="print(x.mean().item())"), Wanted(what_if=("none",)))
-    assert any("train.py:14: a number is read" in line for line in found.assumptions)
+@pytest.mark.parametrize(
+    ("step", "assumed"),
+    [
+        ("print(x.mean().item())", ["1"]),
+        ("x = x * x.mean().item(); assert not torch.isnan(x).any()", ["1", "False"]),
+        # The condition decides memory, the number beside it does not.
+        ("x.mean().item(); x = x * 2 if torch.isnan(x).any() else x", ["1", "False"]),
+    ],
+)
+def test_values_that_a_program_reads_are_assumed_and_listed(step: str, assumed: list[str], tmp_path: Path) -> None:
+    found = estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
+    listed = [line.rpartition("; ")[2] for line in found.assumptions if "train.py:14" in line]
+    assert listed == [f"{value} was assumed" for value in assumed]
 
 
 @FORKS
@@ -352,25 +355,12 @@ def test_shapes_in_metrics_that_depend_on_values_are_assumed_and_listed(tmp_path
     assert "train.py:14: shapes in a metric depend on values" in listed[0]
 
 
-def test_a_number_may_be_read_beside_a_condition_that_decides_memory(tmp_path: Path) -> None:
-    step = "x.mean().item(); x = x * 2 if torch.isnan(x).any() else x"
-    found = estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
-    assert len([line for line in found.assumptions if "train.py:14" in line]) == 2
-
-
 @FORKS
 def test_a_machines_gpus_are_counted_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = estimate(Net(), loader(), device="L4", what_if=("none",))
     assert (found.ranks, found.strategy) == (2, "ddp")
-
-
-@FORKS
-def test_a_value_that_decides_no_memory_is_assumed_whatever_it_is(tmp_path: Path) -> None:
-    step = "x = x * x.mean().item(); assert not torch.isnan(x).any()"
-    found = estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
-    assert [line.rpartition("; ")[2] for line in found.assumptions[-2:]] == ["1 was assumed", "False was assumed"]
 
 
 @FORKS
@@ -503,12 +493,7 @@ def test_several_changes_at_once_are_one() -> None:
     assert change.is_checkpointed
     assert change.arguments({"precision": "32"})["precision"] == "bf16-mixed"
     assert (change.batch_divisor, change.trainer["devices"]) == (4, "2")
-
-
-def test_accumulation_multiplies_that_of_the_program() -> None:
-    change = parse_change("accumulate=4")
     assert change.arguments({"accumulate_grad_batches": 2})["accumulate_grad_batches"] == 8
-    assert change.batch_divisor == 4
 
 
 class Reading(nn.Module):
@@ -580,12 +565,10 @@ def test_a_missing_file_is_named_before_torch_is_imported(tmp_path: Path) -> Non
         "import sys; from lightning_memprof.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit(10 * ('torch' in sys.modules) + code)"
     )
-    wrong = "--divices: unknown option; did you mean --devices?"
     for words, message in (
         (["absent.py"], "absent.py: no such file"),
         (["fit", "--config=absent.yaml"], "absent.yaml: no such file"),
         (["--device", "H1000", "absent.py"], "absent.py: no such file"),
-        (["fit", "--trainer.devices=8", "--divices=8"], wrong),
     ):
         ran = subprocess.run(
             [sys.executable, "-c", code, "estimate", *words], check=False, capture_output=True, text=True, cwd=tmp_path
@@ -601,14 +584,11 @@ CLI = "from lightning.pytorch.cli import LightningCLI; LightningCLI(Net)"
 @FORKS
 @pytest.mark.parametrize(("before", "words"), [(ARGUMENTS, ["--devices", "8"]), (CLI, ["fit", "--devices=8"])])
 def test_options_after_the_program_are_explained_where_it_refuses_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, words: list[str]
+    tmp_path: Path, before: str, words: list[str]
 ) -> None:
     command = program(tmp_path, before=before)
-    reason = r"\(.*nrecognized arguments: --devices.*8\); --devices after the program's name belongs to the program"
-    with pytest.raises(MemprofError, match=reason):
+    with pytest.raises(MemprofError, match=r"exit code 2 before Trainer\.fit; options of estimate come before"):
         estimate_program([*command, *words], Wanted(what_if=("none",)))
-    # The usage of the program's parser does not come before the line.
-    assert capsys.readouterr().err == ""
 
 
 @FORKS

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_memprof.estimation.allocator import AllocatorSettings, CachingAllocator
-from lightning_memprof.estimation.requests import Requests, demand, perturbed, replay
+from lightning_memprof.estimation.requests import Band, Requests, demand, perturbed, replay
 from lightning_memprof.units import MIB
 
 
@@ -18,17 +18,27 @@ def recorded(*sizes: int) -> Requests:
     return requests
 
 
+def replayed(requests: Requests) -> CachingAllocator:
+    """An unlimited allocator after the requests."""
+    allocator = CachingAllocator()
+    assert replay(requests, allocator)
+    return allocator
+
+
+def band_of(requests: Requests) -> Band:
+    return perturbed(requests, AllocatorSettings())
+
+
 def test_a_replay_gives_the_peaks():
-    peaks = replay(recorded(40, 30, -1, 20, 20, -2))
-    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (70 * MIB, 70 * MIB)
-    assert (peaks.retries, peaks.out_of_memory) == (0, None)
+    allocator = replayed(recorded(40, 30, -1, 20, 20, -2))
+    assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (70 * MIB, 70 * MIB)
+    assert allocator.retries == 0
 
 
 def test_a_replay_ends_at_the_request_that_fails():
-    peaks = replay(recorded(40, 30, -1, 60, 20), CachingAllocator(capacity_bytes=80 * MIB))
-    assert peaks.out_of_memory.requested_bytes == 60 * MIB
-    assert peaks.retries == 1
-    assert peaks.reserved_bytes == 70 * MIB
+    allocator = CachingAllocator(capacity_bytes=80 * MIB)
+    assert not replay(recorded(40, 30, -1, 60, 20), allocator)
+    assert (allocator.retries, allocator.peak_reserved_bytes) == (1, 70 * MIB)
 
 
 def test_an_allocation_of_no_bytes_has_a_number_and_no_memory():
@@ -37,14 +47,14 @@ def test_an_allocation_of_no_bytes_has_a_number_and_no_memory():
     assert (empty, full, len(requests)) == (0, 1, 2)
     requests.free(empty)
     requests.free(full)
-    assert replay(requests).allocated_bytes == 512
+    assert replayed(requests).peak_allocated_bytes == 512
 
 
 def test_requests_of_another_stream_use_its_own_pool():
     requests = Requests()
     requests.free(requests.allocate(4 * MIB, stream=7))
     requests.allocate(4 * MIB)
-    assert replay(requests).reserved_bytes == 40 * MIB
+    assert replayed(requests).peak_reserved_bytes == 40 * MIB
 
 
 def test_the_band_is_repeatable_and_contains_the_plain_replay():
@@ -53,9 +63,9 @@ def test_the_band_is_repeatable_and_contains_the_plain_replay():
         numbers = [requests.allocate((size + step) * MIB // 2) for size in range(1, 60)]
         for number in numbers[::2] + numbers[1::2]:
             requests.free(number)
-    band = perturbed(requests)
-    assert band == perturbed(requests)
-    assert band.low_bytes <= replay(requests).reserved_bytes <= band.high_bytes
+    band = band_of(requests)
+    assert band == band_of(requests)
+    assert band.low_bytes <= replayed(requests).peak_reserved_bytes <= band.high_bytes
     assert band.low_bytes < band.high_bytes
 
 
@@ -64,20 +74,20 @@ def test_the_likely_peak_is_that_of_most_replays():
     requests = Requests()
     requests.free(requests.allocate(100 * MIB))
     requests.allocate(100 * MIB + 512)
-    band = perturbed(requests)
-    assert replay(requests).reserved_bytes == band.high_bytes == 202 * MIB
+    band = band_of(requests)
+    assert replayed(requests).peak_reserved_bytes == band.high_bytes == 202 * MIB
     assert band.likely_bytes < 130 * MIB
 
 
 def test_the_likely_peak_is_the_plain_one_where_perturbed_ones_differ_by_their_own_bytes():
     requests = recorded(40, 30, -1, 20)
-    assert perturbed(requests).likely_bytes == replay(requests).reserved_bytes
+    assert band_of(requests).likely_bytes == replayed(requests).peak_reserved_bytes
 
 
 def test_a_perturbation_leaves_the_requests_as_they_are():
     requests = recorded(40, 30, -1, 60, 20)
     before = requests.events[:]
-    perturbed(requests)
+    band_of(requests)
     assert requests.events == before
 
 
@@ -93,14 +103,14 @@ def workspace_requests() -> tuple[Requests, int]:
 
 def test_requests_without_an_allocation_keep_the_numbers_of_the_others() -> None:
     requests, workspace = workspace_requests()
-    assert replay(requests.without([workspace])).allocated_bytes == 40 * MIB
-    assert replay(requests).allocated_bytes == 120 * MIB
+    assert replayed(requests.without([workspace])).peak_allocated_bytes == 40 * MIB
+    assert replayed(requests).peak_allocated_bytes == 120 * MIB
 
 
 def test_the_band_of_a_demand_reaches_from_no_workspace_to_all() -> None:
     requests, workspace = workspace_requests()
     found = demand(requests, AllocatorSettings(), workspaces=[workspace])
-    assert found.low_bytes < found.likely_bytes == 40 * MIB < 120 * MIB < found.high_bytes
+    assert found.reserved.low_bytes < found.reserved.likely_bytes == 40 * MIB < 120 * MIB < found.reserved.high_bytes
 
 
 @pytest.mark.parametrize(
@@ -122,7 +132,7 @@ def test_a_demand_fits_where_the_allocator_releases_what_it_has_cached() -> None
     requests.free(requests.allocate(60 * MIB))
     requests.allocate(80 * MIB)
     found = demand(requests, AllocatorSettings(), capacities=(100 * MIB, 100 * MIB))
-    assert (found.fits, found.retries, found.likely_bytes) == (True, 1, 80 * MIB)
+    assert (found.fits, found.retries, found.reserved.likely_bytes) == (True, 1, 80 * MIB)
 
 
 def test_the_band_contains_the_likely_value_where_only_released_caches_make_it_fit() -> None:
@@ -131,4 +141,4 @@ def test_the_band_contains_the_likely_value_where_only_released_caches_make_it_f
     workspace = requests.allocate(300 * MIB)
     requests.allocate(800 * MIB)
     found = demand(requests, AllocatorSettings(), workspaces=[workspace], capacities=(1000 * MIB, 1000 * MIB))
-    assert (found.fits, found.low_bytes, found.likely_bytes) == (None, 800 * MIB, 800 * MIB)
+    assert (found.fits, found.reserved.low_bytes, found.reserved.likely_bytes) == (None, 800 * MIB, 800 * MIB)

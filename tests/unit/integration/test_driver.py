@@ -133,9 +133,9 @@ def test_a_transfer_after_the_batch_belongs_to_the_validation_around_it(made: Se
 def test_what_comes_after_the_batch_belongs_to_it_and_the_fetch_to_the_next(made: Session, fake: FakeCollector) -> None:
     trainer = Trainer(made)
     trainer.batch("callback", "save_checkpoint")
-    assert made.position == Position(0, 0, 0, 0)
+    assert made._run.position == Position(0, 0, 0, 0)
     trainer.do("fetch")
-    assert made.position == Position(1, 1, 0, 1)
+    assert made._run.position == Position(1, 1, 0, 1)
     assert [record.step for record in fake.steps] == [0]
 
 

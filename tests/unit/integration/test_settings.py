@@ -46,19 +46,17 @@ def test_by_default_every_collector_of_the_default_set_is_there_and_nobody_asked
     assert names(entries) == [collector.name for collector in default_collectors()]
 
 
-def test_what_the_user_names_is_all_there_is_and_asked_for() -> None:
-    assert [(collector.name, asked) for collector, asked in joined([HostMemory()], [])] == [("host", True)]
+@pytest.mark.parametrize("asked", [[], [HostMemory()]])
+def test_what_the_user_names_is_all_there_is_and_asked_for(asked: list[Any]) -> None:
+    assert joined(asked, []) == [(collector, True) for collector in asked]
 
 
-def test_an_empty_list_asks_for_nothing() -> None:
-    assert joined([], []) == []
-
-
-def test_a_lent_collector_comes_in_the_place_of_a_default_one() -> None:
+@pytest.mark.parametrize("asked", [None, ["default", FakeCollector("mine")]])
+def test_a_lent_collector_comes_in_the_place_of_a_default_one(asked: list[Any] | None) -> None:
     lent = OperatorTrace(record_shapes=True)
-    entries = joined(None, [lent])
-    assert [collector for collector, _ in entries if collector.name == "operator_trace"] == [lent]
-    assert len(entries) == len(default_collectors())
+    entries = joined(asked, [lent])
+    assert [entry for entry in entries if entry[0].name == "operator_trace"] == [(lent, False)]
+    assert len(entries) == len(default_collectors()) + len(asked or [None]) - 1
 
 
 def test_what_the_user_named_himself_wins_over_what_is_lent() -> None:
@@ -85,12 +83,6 @@ def test_a_named_collector_replaces_the_one_of_the_default_set_with_its_name() -
     assert len(entries) == len(default_collectors())
 
 
-def test_a_lent_collector_replaces_the_one_of_a_default_set_in_the_list() -> None:
-    lent = OperatorTrace(record_shapes=True)
-    entries = joined(["default", FakeCollector("mine")], [lent])
-    assert [entry for entry in entries if entry[0].name == "operator_trace"] == [(lent, False)]
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -107,16 +99,13 @@ def test_other_choices_of_collectors_are_refused_with_the_value_and_the_rule(val
         check_collectors(value)
 
 
-def test_a_schedule_stays_what_it_is_and_a_mapping_becomes_one() -> None:
+def test_a_schedule_stays_what_it_is_and_a_mapping_becomes_one_or_one_for_each_stage() -> None:
     schedule = Schedule(wait=3)
     assert parse_schedule(schedule) is schedule
     assert parse_schedule({"wait": 3}) == schedule
-
-
-def test_a_mapping_may_have_a_schedule_for_each_stage() -> None:
-    by_stage = {"fit": {"wait": 3}, "test": None}
-    assert schedule_of(parse_schedule(by_stage), "fit") == Schedule(wait=3)
-    assert {schedule_of(parse_schedule(by_stage), "test")(step) for step in range(9)} == {Action.NONE}
+    by_stage = parse_schedule({"fit": {"wait": 3}, "test": None})
+    assert schedule_of(by_stage, "fit") == schedule
+    assert {schedule_of(by_stage, "test")(step) for step in range(9)} == {Action.NONE}
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 60))
@@ -126,12 +115,9 @@ def test_torchs_own_schedule_may_be_given(wait: int, warmup: int, active: int, r
     assert schedule_of(parse_schedule(theirs), "fit")(step) is ours(step)
 
 
-def test_a_function_of_ours_may_be_given() -> None:
-    assert schedule_of(parse_schedule(lambda step: Action.RECORD if step else Action.NONE), "fit")(1) is Action.RECORD
-
-
-def test_none_records_every_step() -> None:
-    assert {schedule_of(parse_schedule(None), "fit")(step) for step in range(5)} == {Action.RECORD}
+@pytest.mark.parametrize("given", [lambda step: Action.RECORD if step else Action.NONE, None])
+def test_a_function_of_ours_may_be_given_and_none_records_every_step(given: Any) -> None:
+    assert [schedule_of(parse_schedule(given), "fit")(step) for step in (1, 2)] == [Action.RECORD] * 2
 
 
 @pytest.mark.parametrize(
@@ -150,15 +136,19 @@ def test_anything_else_is_refused_with_the_value_and_the_rule(value: Any, messag
         parse_schedule(value)
 
 
-def test_a_policy_that_does_not_exist_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"OutputOptions\(on_error='explode'\): must be 'warn' or 'raise'"):
-        OutputOptions(on_error="explode")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("summary", ["page", 2, ""])
-def test_a_summary_that_does_not_exist_is_refused_by_its_name(summary: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"OutputOptions\(summary={summary!r}\)"):
-        OutputOptions(summary=summary)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_error": "explode"}, r"OutputOptions\(on_error='explode'\): must be 'warn' or 'raise'"),
+        *(({"summary": summary}, rf"OutputOptions\(summary={summary!r}\)") for summary in ("page", 2, "")),
+        ({"dirpath": 3}, r"OutputOptions\(dirpath=3\): must be a path or a URL"),
+        ({"dirpath": "nowhere://b/x"}, "nowhere://b/x: Protocol not known: nowhere; install fsspec's package"),
+        ({"dirpath": Path("s3://bucket/runs")}, "a Path drops one '/' of a URL; give the URL as a string"),
+    ],
+)
+def test_an_output_that_does_not_exist_is_refused_by_its_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OutputOptions(**options)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -167,21 +157,6 @@ def test_yaml_has_the_summary_as_python_has_it(tmp_path: Path, text: str, summar
     path = tmp_path / "options.yaml"
     path.write_text(f"output: {{summary: {text}}}\n")
     assert load_options(path)["output"] == OutputOptions(summary=summary)
-
-
-def test_what_is_no_path_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"OutputOptions\(dirpath=3\): must be a path or a URL"):
-        OutputOptions(dirpath=3)  # type: ignore[arg-type]
-
-
-def test_a_url_whose_package_is_not_there_is_refused_before_the_training() -> None:
-    with pytest.raises(ConfigError, match="nowhere://b/x: Protocol not known: nowhere; install fsspec's package"):
-        OutputOptions(dirpath="nowhere://b/x")
-
-
-def test_a_url_that_a_path_has_mangled_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a Path drops one '/' of a URL; give the URL as a string"):
-        OutputOptions(dirpath=Path("s3://bucket/runs"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.judge import Facts, Finding, verdict
-from lightning_memprof.judge.traces import sure_ledger
 
 
 @pytest.fixture(autouse=True)
@@ -40,4 +39,4 @@ def ledgers(facts: Any) -> list[TimeLedger | ByteLedger]:
         ]
     if isinstance(facts, SnapshotReport):
         return [*map(snapshot_bytes, facts.devices)]
-    return [ledger for ledger in (facts.host_ledger, facts.device_ledger, sure_ledger(facts)) if ledger is not None]
+    return [ledger for ledger in (facts.host_ledger, facts.device_ledger) if ledger is not None]

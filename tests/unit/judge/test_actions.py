@@ -7,9 +7,7 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from findings import STEPS, ids, write_rows
-from kineto import write_trace
 from lightning_memprof.account.trace.model import TraceReport
-from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.load import load_run
 
@@ -73,28 +71,3 @@ def test_loading_in_the_training_process_is_named_with_its_line(
     found = findings_of(directory)["input_bound"]
     assert (f"{named} has 100% of this time: `np.load(self.path)`." in found.why) == bool(named)
     assert any("(read.py:3) faster" in step for step in found.next_steps) == bool(named)
-
-
-@pytest.mark.parametrize(("operators", "each", "is_python"), [(12, 1, True), (1, 1, True), (12, 150, False)])
-def test_python_of_the_training_step_is_named_with_its_line_where_it_has_most_of_the_time(
-    tmp_path: Path, operators: int, each: float, is_python: bool
-) -> None:
-    events = [
-        ("user_annotation", "ProfilerStep#2", 0, 4000),
-        ("cpu_op", "[pl][profile][Strategy]SingleDeviceStrategy.training_step", 0, 2000),
-        ("cpu_op", "[pl][profile][Strategy]SingleDeviceStrategy.backward", 2000, 3000),
-        ("cpu_op", "aten::mm", 2000, 2900),
-        *(("cpu_op", "aten::add", 10 + 160 * at, 10 + 160 * at + each) for at in range(operators)),
-    ]
-    rows = [
-        {"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": 9, "ts": start, "dur": end - start, "args": {}}
-        for cat, name, start, end in events
-    ]
-    trace = trace_report(write_trace(tmp_path / "made.json", rows))
-    directory = make_run(tmp_path / "log")
-    parsing = line(["Net.training_step", "Net.parse"], "net.py:5", "words = [w.lower() for w in text]")
-    add_series(directory, "lines", [parsing])
-    found = findings_of(directory, trace)["hot_line"]
-    assert found.title.startswith("Python code in Net.parse (net.py:5) takes ") == is_python
-    assert found.owner == "Net.parse"
-    assert ids(found.remedies)[0] == "work_less"

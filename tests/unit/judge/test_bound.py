@@ -70,21 +70,21 @@ FUNCTION = "shop/run.py(12): train_step"
             "<built-in function sleep>",
             8_000,
             "Host-bound: Python takes 90% of each step, mostly sleep in train_step (shop/run.py:12).",
-            "Move this code out of the step: sleep in train_step (shop/run.py:12).",
+            "Move this out of the step: sleep in train_step (shop/run.py:12).",
             id="a call of the function",
         ),
         pytest.param(
             "numpy/core/fromnumeric.py(1015): argsort",
             100,
             "Host-bound: Python takes 90% of each step, mostly train_step (shop/run.py:12).",
-            "Move this code out of the step: train_step (shop/run.py:12).",
+            "Move this out of the step: train_step (shop/run.py:12).",
             id="the function itself",
         ),
         pytest.param(
             "<built-in function collect>",
             8_000,
             "Host-bound: GC pauses take 80% of each step, mostly collect in train_step (shop/run.py:12).",
-            "Collect garbage between steps",
+            "Call gc.collect(); gc.freeze()",
             id="a forced collection",
         ),
         pytest.param(
@@ -177,15 +177,6 @@ def test_collectives_of_a_host_that_overlap_count_once(tmp_path: Path) -> None:
     rank = replace(trace_report(tmp_path / "trace.pt.trace.json"), rank=0, world_size=2)
     assert nothing_in_files([rank], []).next_steps[0].startswith("Record the other ranks too")
     assert len(nothing_in_files([rank, replace(rank, rank=1)], []).next_steps) == 1
-
-
-def test_events_of_a_host_are_told_without_those_that_only_name_threads(tmp_path: Path) -> None:
-    made = Recording()
-    with made.inside("ProfilerStep#1"):
-        made.work(2_000, "aten::relu")
-    names = [{"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": "main"}} for tid in range(9)]
-    made.events += names
-    assert "The trace has 2 host events" in bound(made, tmp_path).why
 
 
 def test_the_call_of_a_collective_computes_nothing(tmp_path: Path) -> None:
@@ -303,7 +294,7 @@ def test_gradients_of_gradients_are_not_called_a_fault_and_not_to_be_compiled(tm
 
 def test_few_batches_of_a_validation_are_not_told_to_train(tmp_path: Path) -> None:
     said = verdict_of(load_run(make_run(tmp_path, FakeRun(stage="validate", steps=2, windows=()))))
-    assert said.next == "Run at least 20 steps."
+    assert said.next.startswith("Run at least 20 steps")
 
 
 TINY = {"forward": 300_000, "backward": 400_000, "callbacks": 100_000, "other": 200_000}
@@ -360,7 +351,7 @@ def test_a_recording_of_a_graph_without_a_kernel_asks_for_its_replay(tmp_path: P
     made.call("hipGraphInstantiate", 400)
     finding = bound(made, tmp_path)
     assert finding.title == "No kernel was recorded: the host records a HIP graph."
-    assert finding.remedies[0].id == "record_replay"
+    assert finding.remedies[0].id == "record_later"
 
 
 def test_a_name_is_whole_where_the_size_is_what_makes_a_title_too_long(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fake_runs import HEALTHY, FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from findings import loader, optimizer, phases, recovery
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, Severity, examine
@@ -16,15 +16,25 @@ from lightning_memprof.schedule import Window
 
 
 def waits_for_a_core(
-    tmp_path: Path, share: float, *, load: Mapping[str, float] | None = None, **fake: Any
+    tmp_path: Path,
+    share: float,
+    *,
+    load: Mapping[str, float] | None = None,
+    calls: Sequence[Mapping[str, Any]] = (),
+    **fake: Any,
 ) -> dict[str, Finding]:
-    """Return the findings of a run on all 8 cores of a machine; ``load`` is in percent of a core."""
+    """Return the findings of a run on all 8 cores of a machine.
+
+    ``load`` is in percent of a core, ``calls`` are functions in fetches of workers.
+    """
     wait = round(share * sum(HEALTHY.values()))
     run = make_run(tmp_path, FakeRun(phases=phases(), core_wait_ns=lambda _: wait, **fake))
     if load is not None:
         row = {"step": 2, "recorded": True, "time_ns": 1, **load}
         with closing(Sink(RunPlace(tmp_path, 1), 0)) as sink:
             sink.write_rows(Window(0, (1,), (2, 3)), "system", [row])
+    if calls:
+        add_series(run, "loader_calls", calls)
     return {finding.rule: finding for finding in examine(Facts.of(load_run(run)))}
 
 
@@ -35,7 +45,7 @@ def test_a_training_whose_cores_are_taken_waits_for_a_core(tmp_path: Path) -> No
     rules = waits_for_a_core(tmp_path, 0.7, load=OTHERS_BUSY)
     finding = rules["core_wait"]
     assert next(iter(rules)) == "core_wait"
-    assert finding.title == "Other processes take the cores: the training thread waits 70% of each step for a core."
+    assert finding.title == "Other processes take the cores: training waits 70% of each step for a core."
     assert "the training used 1.0 of 8 cores, other processes 7.0." in finding.why
     assert "renice" in finding.next_steps[0]
     assert finding.severity is Severity.WARNING
@@ -59,9 +69,9 @@ def test_a_training_uses_at_most_all_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "severity"), [(0.09, None), (0.11, Severity.INFO), (0.49, Severity.INFO), (0.61, Severity.WARNING)]
+    ("share", "severity"), [(0.09, None), (0.11, Severity.INFO), (0.29, Severity.INFO), (0.31, Severity.WARNING)]
 )
-def test_a_wait_that_other_programs_cause_is_a_note_from_a_tenth_and_a_warning_from_what_fewer_threads_recover(
+def test_a_wait_that_other_programs_cause_is_a_note_from_a_tenth_and_a_warning_where_it_is_severe(
     tmp_path: Path, share: float, severity: Severity | None
 ) -> None:
     finding = waits_for_a_core(tmp_path, share, load=OTHERS_BUSY).get("core_wait")
@@ -91,7 +101,7 @@ def test_a_wait_of_unknown_cause_comes_before_what_a_training_is_bound_by(tmp_pa
 def test_worker_processes_that_share_the_cores_are_the_training_s_own(tmp_path: Path) -> None:
     load = {"process_cpu_percent": 100.0, "workers_cpu_percent": 650.0, "machine_cpu_percent": 99.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=16))["core_wait"]
-    assert finding.title.startswith("16 DataLoader workers take the cores: the training thread waits 40% of each step")
+    assert finding.title.startswith("16 DataLoader workers take the cores: training waits 40% of each step")
     assert "num_workers=7" in finding.next_steps[0]
 
 
@@ -103,6 +113,23 @@ def test_many_workers_that_compute_are_the_cause_also_beside_other_processes(
     finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=workers))["core_wait"]
     assert finding.title.startswith("32 DataLoader workers" if own else "Other processes")
     assert ("num_workers=7" in finding.next_steps[0]) == own
+
+
+@pytest.mark.parametrize(
+    ("process", "workers", "remedy"),
+    [(400.0, 350.0, "faster_fetch"), (600.0, 180.0, "threads"), (760.0, 20.0, "threads")],
+)
+def test_the_function_of_workers_that_compute_more_than_further_threads_is_the_cause(
+    tmp_path: Path, process: float, workers: float, remedy: str
+) -> None:
+    load = {"process_cpu_percent": process, "workers_cpu_percent": workers, "machine_cpu_percent": 99.0}
+    fetch = {"pid": 7, "worker": 0, "dataset": "Images", "recorded": True, "count": 1, "total_ns": 100}
+    calls = [{**fetch, "self_ns": 0}, {**fetch, "function": "Images.of_the_telescope.decoded", "self_ns": 90}]
+    rules = waits_for_a_core(tmp_path, 0.4, load=load, calls=calls, training=loader(num_workers=1))
+    finding = rules["core_wait"]
+    assert finding.remedies[0].id == remedy
+    assert ("decoded take the cores" in finding.title) == (remedy == "faster_fetch")
+    assert finding.title.endswith("training waits 40% of each step for a core.")
 
 
 def test_workers_that_sleep_do_not_take_the_cores(tmp_path: Path) -> None:
@@ -123,14 +150,14 @@ def test_on_a_machine_with_free_cores_a_cpu_limit_that_is_used_up_is_the_cause(
     load = {"process_cpu_percent": used, "machine_cpu_percent": 65.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load, environment={"cpu_quota": quota})["core_wait"]
     if is_cause:
-        assert finding.title.startswith("The CPU limit is 2 of 8 cores: the training thread waits 40%")
-        assert finding.next_steps[0].startswith("Give the container or job more than its 2 of 8 cores")
+        assert finding.title.startswith("The CPU limit is 2 of 8 cores: training waits 40%")
+        assert "docker run --cpus" in finding.next_steps[0]
         assert finding.severity is Severity.WARNING
     else:
         # Others had the cores in steps that were not recorded.
         assert finding.title.startswith("The training thread waits 40%")
         assert finding.next_steps[0].startswith("Find the processes that use the cores (top)")
-        assert finding.severity is Severity.INFO
+        assert finding.severity is Severity.WARNING
 
 
 def test_a_wait_without_the_load_of_the_machine_has_no_owner(tmp_path: Path) -> None:

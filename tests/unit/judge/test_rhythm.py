@@ -7,53 +7,21 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run
-from findings import found, in_some, optimizer, phases
-from kineto import write_trace
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
-from lightning_memprof.account.parts import Part
-from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.judge import Facts, Severity, examine, verdict_of
+from findings import found, in_some, phases
+from lightning_memprof.judge import Severity
 from lightning_memprof.judge.rhythm import rhythm
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.units import MIB, format_ns, percent
 
 MS = 1_000_000
 
 
-def test_slow_steps_are_told_with_their_rhythm_their_phase_and_a_schedule_that_sees_one(tmp_path: Path) -> None:
+def test_slow_steps_are_told_with_their_rhythm_and_their_phase(tmp_path: Path) -> None:
     fake = FakeRun(steps=60, phases=in_some(lambda step: step % 8 == 7, forward=150 * MS))
     finding = found(tmp_path, fake)["slow_steps"]
     assert finding.title == "Every 8th step takes 8.9 times as long as the median, mostly in forward."
     assert finding.numbers["steps"] == [7, 15, 23, 31, 39, 47, 55]
-    assert "steps=(7,)" in finding.next_steps[-1]
+    assert "triggers=Triggers(anomalies=[SlowStep()])" in finding.next_steps[-1]
     assert (7, 55) in {evidence.steps for evidence in finding.evidence}
-
-
-@pytest.mark.parametrize("tries", [True, False])
-def test_slow_steps_of_a_gpu_whose_cudnn_tries_its_algorithms_may_have_new_shapes(tmp_path: Path, tries: bool) -> None:
-    slow = in_some(lambda step: step % 8 == 7, forward=150 * MS)
-    fake = FakeRun(steps=60, phases=slow, device_bytes=lambda _: MIB, training={"cudnn_benchmark": tries})
-    finding = found(tmp_path, fake)["slow_steps"]
-    assert ("cuDNN" in finding.why) is tries
-    assert ("Trainer(benchmark=False)" in finding.next_steps[0]) is tries
-
-
-@pytest.mark.parametrize(("operator", "tries"), [("aten::cudnn_convolution", True), ("aten::mm", False)])
-def test_cudnns_benchmark_is_named_where_a_model_convolves(tmp_path: Path, operator: str, tries: bool) -> None:
-    slow = in_some(lambda step: step % 8 == 7, forward=150 * MS)
-    fake = FakeRun(steps=60, phases=slow, device_bytes=lambda _: MIB, training={"cudnn_benchmark": True})
-    line = TimeLine(part=Part.FORWARD, module="net", operator=operator, ns=MS)
-    ledger = TimeLedger(step_ns=9 * MS, median_ns=9 * MS, steps=2, basis="", lines=(), passes=(line,))
-    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), device_ledger=ledger)
-    run = load_run(make_run(tmp_path / "log", fake))
-    (finding,) = (each for each in examine(Facts.of(run, (trace,))) if each.rule == "slow_steps")
-    assert ("cuDNN" in finding.why) is tries
-
-
-def test_one_step_that_a_busy_machine_holds_up_is_information(tmp_path: Path) -> None:
-    findings = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step == 30, forward=400 * MS)))
-    assert findings["slow_steps"].severity is Severity.INFO
-    assert next(iter(findings)) == "nothing_found"
 
 
 @pytest.mark.parametrize("slow", [(30,), (17, 31), (13, 26, 39), (9, 17, 31, 50)])
@@ -71,9 +39,8 @@ def test_slow_steps_without_a_rhythm_that_nothing_explains_are_information(
 def test_slow_steps_in_a_rhythm_matter_without_an_explanation(tmp_path: Path) -> None:
     slow = (13, 26, 39, 52)
     finding = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step in slow, forward=9000 * MS)))
-    assert finding["slow_steps"].severity is Severity.CRITICAL
+    assert finding["slow_steps"].severity is Severity.WARNING
     assert "busy machine" not in finding["slow_steps"].why
-    assert "SlowStep" not in " ".join(finding["slow_steps"].next_steps)
 
 
 def test_a_hiccup_does_not_hide_the_rhythm_of_the_slow_steps(tmp_path: Path) -> None:
@@ -81,13 +48,6 @@ def test_a_hiccup_does_not_hide_the_rhythm_of_the_slow_steps(tmp_path: Path) -> 
         return {**HEALTHY, "backward": 200 * MS if step % 6 == 5 else 45 * MS if step in (8, 20, 21) else 10 * MS}
 
     assert found(tmp_path, FakeRun(steps=60, phases=phases))["slow_steps"].numbers["period"] == 6
-
-
-def test_steps_that_are_slow_by_chance_between_them_do_not_hide_a_rhythm(tmp_path: Path) -> None:
-    slow = {step for step in range(60) if step % 9 == 8} | {11, 22, 31}
-    finding = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step in slow, forward=400 * MS)))
-    assert finding["slow_steps"].numbers["period"] == 9
-    assert finding["slow_steps"].severity is Severity.CRITICAL
 
 
 @pytest.mark.parametrize(
@@ -122,7 +82,6 @@ def test_steps_that_are_not_few_apart_and_long_are_no_finding(tmp_path: Path, fa
         ((9, 12, 31), "3 of 59 steps"),
         ((9, 19), "2 of 59 steps"),
         ((30,), "1 of 59 steps (step 30)"),
-        ((59,), "The last step of the epoch"),
     ],
 )
 def test_few_steps_are_named_by_their_rhythm(tmp_path: Path, steps: tuple[int, ...], subject: str) -> None:
@@ -136,16 +95,6 @@ def test_few_steps_are_named_by_their_rhythm(tmp_path: Path, steps: tuple[int, .
 
 def test_a_phase_that_is_slow_in_each_step_has_no_rhythm(tmp_path: Path) -> None:
     assert rhythm(load_run(make_run(tmp_path, FakeRun(phases=phases(other=10**9)))).lead, "other") is None
-
-
-def test_sentence_and_table_agree_where_median_and_mean_differ(tmp_path: Path) -> None:
-    def uneven(_: int, step: int) -> Mapping[str, int]:
-        return {**HEALTHY, "optimizer": (6_000_000, 12_000_000)[step % 3 == 0]}
-
-    run = load_run(make_run(tmp_path, FakeRun(phases=uneven, training=optimizer())))
-    found, ledger = verdict_of(run), Facts.of(run).ledgers[0]
-    assert found.title == f"AdamW updates 1,000 tensors one by one: {percent(ledger.share('optimizer'))} of each step."
-    assert format_ns(ledger.step_ns) in found.why
 
 
 def test_steps_of_one_number_have_no_distance(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import Program
 from lightning_memprof.judge import Severity, examine_files
-from lightning_memprof.judge.traces import listed
 from trace_reports import MS, START, STEP_NS, call, collective, copies, found_in, gpu_times, idle, kernel, trace, waits
 
 
@@ -96,22 +95,10 @@ def test_next_steps_fit_the_recorded_program(program: Program, banned: tuple[str
     ]
     findings = [finding for report in reports for finding in found_in(replace(report, program=program)).values()]
     assert {finding.rule for finding in findings} >= {
-        "gpu_idle", "many_small_kernels", "tensor_cores_unused", "synchronization", "blocking_transfers",
-        "allocator_thrash", "communication_exposed", "recording_overhead",
+        "gpu_idle", "tensor_cores_unused", "synchronization", "blocking_transfers", "allocator_thrash",
+        "communication_exposed",
     }  # fmt: skip
     for finding in findings:
         assert finding.next_steps
         for step in finding.next_steps:
             assert not [word for word in banned if word in step], (finding.rule, step)
-
-
-def test_kernels_of_a_sentence_have_different_names() -> None:
-    kernels = [
-        (f"void at::native::vectorized_elementwise_kernel<4, at::native::{call}<float, Mul<float> > >(int)", 9)
-        for call in ("AUnaryFunctor", "BinaryFunctor")
-    ]
-    assert listed(kernels) == (
-        "vectorized_elementwise_kernel<4, AUnaryFunctor<Mul<float>>> (9), "
-        "vectorized_elementwise_kernel<4, BinaryFunctor<Mul<float>>> (9)"
-    )
-    assert listed(kernels[:1]) == "vectorized_elementwise_kernel<Mul<float>> (9)"

@@ -1,31 +1,27 @@
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from drawn import columns, document
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.memory.allocations import run_allocations
-from lightning_memprof.account.memory.block_lives import BlockLives
+from lightning_memprof.account.memory.blocks import Blocks
+from lightning_memprof.account.memory.columns import Origin
 from lightning_memprof.account.parts import PHASE_PARTS
-from lightning_memprof.account.trace.device import device_timeline
 from lightning_memprof.account.trace.report import trace_report
+from lightning_memprof.account.trace.table import device_timeline
 from lightning_memprof.artifacts.naming import system_name
-from lightning_memprof.compare.significance import PairedChange
-from lightning_memprof.compare.trial import Equality, Outcome, Trial
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.model import Run
 from lightning_memprof.read.run.targets import find_targets
@@ -34,7 +30,6 @@ from lightning_memprof.report.charts.embed import Chart, chart_resources, inert
 from lightning_memprof.report.charts.holders import holders_chart
 from lightning_memprof.report.charts.memory import memory_chart, offsets
 from lightning_memprof.report.charts.system import system_chart
-from lightning_memprof.report.charts.trial import trial_chart
 from lightning_memprof.report.document import Cell, Facts
 from lightning_memprof.report.document import Chart as Place
 from lightning_memprof.report.files_view import FilesView, files_view
@@ -45,42 +40,6 @@ from lightning_memprof.units import format_bytes
 
 STEERING = "a\x1b[31mb\u202ec\x07d\ud800é€😀\\u202e"
 HOSTILE = "</script><img src=x onerror=window.hit=1>"
-
-
-def document(chart: Chart) -> Any:
-    found = re.search(r'<script type="application/json">(.*?)</script>', chart.html, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
-
-
-def models(node: Any) -> Iterator[dict[str, Any]]:
-    """All models of bokeh's document."""
-    if isinstance(node, dict):
-        if node.get("type") == "object" and "name" in node:
-            yield node
-        for child in node.values():
-            yield from models(child)
-    elif isinstance(node, list):
-        for child in node:
-            yield from models(child)
-
-
-def columns(chart: Chart, with_column: str) -> list[dict[str, list[Any]]]:
-    """The data sources of a chart that have a column."""
-    found = []
-    for model in models(document(chart)):
-        if model["name"] == "ColumnDataSource":
-            entries = dict(model["attributes"]["data"]["entries"])
-            if with_column in entries:
-                found.append({name: values(written) for name, written in entries.items()})
-    return found
-
-
-def values(written: Any) -> list[Any]:
-    if isinstance(written, list):
-        return written
-    data = base64.b64decode(written["array"]["data"])
-    return np.frombuffer(gzip.decompress(data), np.dtype(written["dtype"])).tolist()
 
 
 def of_run(tmp_path: Path, fake: FakeRun | None = None) -> dict[str, Chart]:
@@ -155,22 +114,16 @@ def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, 
     assert sum(size for size, top in zip(holders["size"], holders["top"], strict=True) if top == 0) == peak
 
 
-@pytest.mark.slow
-def test_a_run_of_several_ranks_has_them_beside_each_other(usual: tuple[Run, dict[str, Chart]]):
-    chart = usual[1]["ranks"]
-    assert columns(chart, "step")[0]["x"] == [0, 1]
-    assert "2 ranks" in chart.summary
-
-
 def test_a_run_that_measured_nothing_has_no_charts(tmp_path: Path):
     assert list(of_run(tmp_path, FakeRun(steps=0, windows=(), memory=None, trace=False))) == []
 
 
-def blocks(count: int, stack: str = "train.py(1): main") -> BlockLives:
-    lives = BlockLives("cuda:0", start=0, end=1_000_000, stacks=[stack])
+def blocks(count: int, text: str = "train.py(1): main") -> Blocks:
+    origins = [Origin(text, None, None, ())]
+    found = Blocks(device="cuda:0", times=range(1_000_001), before_bytes=0, origins=origins)
     for i in range(count):
-        lives.add((i, i + 50, 0x7F0000000000 + 512 * i, 512 + i), "activation", 0)
-    return lives
+        found.add((i, i + 50, 0x7F0000000000 + 512 * i, 512 + i), 0, "activation")
+    return found
 
 
 def test_a_caption_names_the_device_once():
@@ -191,9 +144,9 @@ def test_of_too_many_blocks_the_largest_are_drawn_and_the_summary_says_so(monkey
 
 
 def test_no_name_of_the_program_can_end_the_script_it_stands_in():
-    lives = blocks(3, HOSTILE)
+    made = blocks(3, HOSTILE)
     held = holders_chart([((HOSTILE, HOSTILE), 10, 1)], "holders", HOSTILE)
-    drawn = memory_chart(replace(lives, device=HOSTILE), "memory", HOSTILE)
+    drawn = memory_chart(replace(made, device=HOSTILE), "memory", HOSTILE)
     assert held is not None
     assert drawn is not None
     for chart in (held, drawn):
@@ -239,11 +192,9 @@ def test_a_trace_is_shared_among_what_its_device_did(tmp_path: Path):
         "idle": pytest.approx([0, 0.3, 1, 0]),
     }
     found = file_charts([trace_report(path)])
-    assert list(found) == ["devices", "timeline-0"]
-    (shares,) = columns(found["devices"], "row")
-    names = [name for name in shares if name not in {"row", "left"} and not name.endswith(" ns")]
-    assert sum(shares[name][0] for name in names) == pytest.approx(100)
-    assert shares["compute"] == pytest.approx([50])
+    assert list(found) == ["timeline-0"]
+    (shares,) = columns(found["timeline-0"], "width")
+    assert shares["compute"][:10] == pytest.approx([100] * 10)
 
 
 def placed(view: View | FilesView) -> list[str]:
@@ -270,33 +221,10 @@ def test_the_chart_of_a_trace_stands_with_its_figures(tmp_path: Path):
 
 
 def test_the_memory_chart_says_that_bytes_from_before_the_window_are_unknown():
-    drawn = memory_chart(replace(blocks(3), knows_before=False), "memory", "window 0")
+    drawn = memory_chart(replace(blocks(3), before_bytes=None), "memory", "window 0")
     assert drawn is not None
     assert "bytes allocated before the first event, mostly parameters, are unknown and not drawn" in drawn.summary
     assert "from before" not in json.dumps(document(drawn))
-
-
-def test_a_trial_shows_the_interval_and_the_promise_of_each_remedy_that_was_measured():
-    def tried(name: str, change: float, promised: tuple[float, float] | None = None) -> Outcome:
-        interval = PairedChange(change=change, low=change - 0.1, high=change + 0.1)
-        same = Equality(name="bit-equal", difference=0.0)
-        return Outcome(remedy=name, time=interval, step_ns=1.0, promised=promised, equality=same)
-
-    outcomes = (tried("workers=2", -0.4, (0.2, 0.5)), tried("threads=2", 0.05), Outcome(remedy="compile", problem="no"))
-    given = Trial(program="train.py", rounds=5, steps=9, compared=9, step_ns=1.0, peak_bytes=1, outcomes=outcomes)
-    chart = trial_chart(given)
-    assert chart is not None
-    assert "5 rounds" in chart.summary
-    shown = columns(chart, "low")
-    assert [(column["name"], column["change"]) for column in shown] == [
-        (["workers=2"], [-0.4]),
-        (["threads=2"], [0.05]),
-    ]
-    assert [column["low"] for column in shown] == [[pytest.approx(-0.5)], [pytest.approx(-0.05)]]
-    (promise,) = columns(chart, "left")
-    assert (promise["left"], promise["right"]) == ([-0.5], [-0.2])
-    assert trial_chart(None) is None
-    assert trial_chart(replace(given, outcomes=outcomes[2:])) is None
 
 
 def sample(seconds: int, percent: float) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from fake_runs import make_run
+from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.document import (
     Badge,
@@ -13,25 +13,17 @@ from lightning_memprof.report.document import (
     Cell,
     Column,
     Document,
-    Facts,
     Findings,
     Phrase,
     Section,
     Table,
-    code,
-    count,
-    duration,
     phrase,
-    share,
-    size,
-    text,
 )
 from lightning_memprof.report.printers.html import render_document
-from lightning_memprof.report.printers.json import document_to_json
+from lightning_memprof.report.printers.json import encode
 from lightning_memprof.report.printers.markdown import to_markdown
 from lightning_memprof.report.printers.text import full_page, plain, short_page
 from lightning_memprof.report.sections import run_document
-from lightning_memprof.report.sections.run import configuration_section
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import MIB
 from pages import tables_of
@@ -59,12 +51,15 @@ def test_a_table_that_is_written_once_is_in_all_four_formats(document: Document)
         id="caches",
         title="Caches of the tokenizer",
         columns=(Column("cache", "code"), Column("hit share", "share"), Column("bytes", "bytes")),
-        rows=[(code("merges"), share(0.53), size(12 * MIB)), (code(HOSTILE), share(None), size(0))],
+        rows=[
+            (Cell("merges", "code"), Cell(0.53, "share"), Cell(12 * MIB, "bytes")),
+            (Cell(HOSTILE, "code"), Cell(None, "share"), Cell(0, "bytes")),
+        ],
         notes=["counted in recorded steps"],
     )
     changed = with_table(document, table)
-    terminal = plain(full_page(changed, 80, ascii_only=False))
-    markdown, html = to_markdown(changed, is_full=True), render_document(changed, {})
+    terminal = plain(full_page(changed, 80))
+    markdown, html = to_markdown(changed, is_full=True), render_document(changed)
     for page in (terminal, markdown, html):
         assert page.count("Caches of the tokenizer") >= 1
         assert all(part in page for part in ("merges", "hit share", "53%", "12.0 MiB", "counted in recorded steps"))
@@ -72,7 +67,7 @@ def test_a_table_that_is_written_once_is_in_all_four_formats(document: Document)
     assert "<b>evil" not in html
     assert "<b>evil" not in markdown
     assert "| `merges` | 53% | 12.0 MiB |" in markdown
-    (section,) = [section for section in document_to_json(changed)["sections"] if section["id"] == "steps"]
+    (section,) = [section for section in encode(changed)["sections"] if section["id"] == "steps"]
     found = section["parts"][-1]
     assert (found["part"], found["id"]) == ("table", "caches")
     assert [(column["heading"], column["unit"]) for column in found["columns"]][1] == ("hit share", "share")
@@ -91,31 +86,22 @@ def test_each_row_has_a_cell_for_each_column(document: Document) -> None:
 
 
 def test_a_share_is_that_of_the_whole_and_never_negative() -> None:
-    assert duration(5, 10).share == 0.5
-    assert size(-5, 10).share == 0.0
-    assert (size(5).share, size(None, 10).share, size(5, 0).share, text("5").share) == (None, None, None, None)
+    assert Cell(5, "ns", 10).share == 0.5
+    assert Cell(-5, "bytes", 10).share == 0.0
+    without = (Cell(5, "bytes"), Cell(None, "bytes", 10), Cell(5, "bytes", 0), Cell("5"))
+    assert [cell.share for cell in without] == [None] * 4
 
 
 def test_a_phrase_has_its_values_and_a_bare_number_is_a_count() -> None:
-    assert phrase("{} of {} files", size(5), 7) == Phrase((size(5), " of ", count(7), " files"))
+    assert phrase("{bytes} of {} files", 5, 7) == Phrase((Cell(5, "bytes"), " of ", Cell(7, "count"), " files"))
     with pytest.raises(ValueError, match="takes 1 values, not 2"):
         phrase("{}", 1, 2)
 
 
 def test_a_column_without_a_value_is_not_shown_but_the_first_one() -> None:
     columns = (Column("name"), Column("bytes", "bytes"), Column("count", "count"))
-    table = Table(id="t", title="", columns=columns, rows=[(text(None), size(None), count(0))])
+    table = Table(id="t", title="", columns=columns, rows=[(Cell(None), Cell(None, "bytes"), Cell(0, "count"))])
     assert table.known == [0, 2]
-
-
-def test_bytes_by_data_type_are_written_as_sizes(tmp_path: Path) -> None:
-    view = run_view(load_run(make_run(tmp_path)))
-    view = replace(view, training={"parameter_dtypes": {"float32": 3 * MIB, "bfloat16": MIB}})
-    (training,) = (part for part in configuration_section(view).parts if part.title == "Training")
-    assert isinstance(training, Facts)
-    rows = dict(training.rows)
-    values = text("float32"), size(3 * MIB), text("bfloat16"), size(MIB)
-    assert rows["parameter dtypes"] == phrase("{} {}, {} {}", *values)
 
 
 def test_sections_can_be_chosen(document: Document) -> None:
@@ -134,21 +120,37 @@ def with_findings(badge: Badge, *sentences: str) -> Document:
 
 def test_a_verdict_without_a_finding_hides_none() -> None:
     healthy = with_findings("none", "A rank is slow.")
-    assert "also      A rank is slow." in plain(short_page(healthy, 80, ascii_only=False))
+    assert "also      A rank is slow." in plain(short_page(healthy, 80))
     assert "- info: A rank is slow." in to_markdown(healthy)
     slow = with_findings("info", "A rank is slow.")
-    assert "A rank is slow." not in plain(short_page(slow, 80, ascii_only=False))
+    assert "A rank is slow." not in plain(short_page(slow, 80))
     assert "A rank is slow." not in to_markdown(slow)
 
 
 def test_further_findings_are_whole_in_80_columns_and_none_is_repeated() -> None:
-    shown = plain(short_page(with_findings("none", LONG, LONG, "Other."), 80, ascii_only=False))
+    shown = plain(short_page(with_findings("none", LONG, LONG, "Other."), 80))
     assert " ".join(shown.split()) == f"verdict The verdict. also {LONG} Other."
 
 
 def test_each_page_counts_the_rows_that_a_table_does_not_have() -> None:
-    table = Table("t", "Table", (Column("name", "code"),), [(code(f"row{n}"),) for n in range(3)], top=1, left_out=5)
+    table = Table(
+        "t", "Table", (Column("name", "code"),), [(Cell(f"row{n}", "code"),) for n in range(3)], top=1, left_out=5
+    )
     made = Document(title="run", kind="run", sections=[Section("s", "Section", parts=[table])])
-    assert "7 more: --format json" in plain(full_page(made, 80, ascii_only=False))
+    assert "7 more: --format json" in plain(full_page(made, 80))
     assert "7 more: --format json" in to_markdown(made, is_full=True)
-    assert "<li>5 more: --format json</li>" in render_document(made, {})
+    assert "<li>5 more: --format json</li>" in render_document(made)
+
+
+def test_what_the_next_steps_save_stands_beside_them_in_every_format(tmp_path: Path) -> None:
+    waits = FakeRun(phases=lambda *_: {**HEALTHY, "data_wait": sum(HEALTHY.values())})
+    view = run_view(load_run(make_run(tmp_path, waits)))
+    saves = view.verdict.saves
+    assert view.verdict.rule == "input_bound"
+    assert saves.endswith("of each step")
+    also = replace(view.verdict, rule="other", owner="other", title="Another one.")
+    page = run_document(replace(view, findings=(view.verdict, also)))
+    assert plain(short_page(page, 80)).count(saves) == 1
+    assert plain(full_page(page, 80)).count(saves) == 2
+    assert to_markdown(page, is_full=True).count(f"Saves: {saves}") == 3
+    assert render_document(page).count(f"<b>Saves</b> {saves}") == 2

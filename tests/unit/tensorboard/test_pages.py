@@ -13,17 +13,16 @@ from lightning_memprof.tensorboard.runs import RunList
 
 
 def made(pages, page):
+    """Return the key of a page once it is ready, or the reason once it has failed."""
     deadline = time.monotonic() + 120
-    while True:
-        key, job = pages.request(page)
-        if job.state in {"ready", "failed"}:
-            return key, job
+    while (state := pages.state(key := pages.request(page)))["state"] not in {"ready", "failed"}:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return key if state["state"] == "ready" else state["message"]
 
 
-def html(job) -> str:
-    return gzip.decompress(job.page).decode()
+def html(pages, key) -> str:
+    return gzip.decompress(pages.page(key).content).decode()
 
 
 @pytest.mark.slow
@@ -34,15 +33,14 @@ def test_a_page_is_rendered_once_per_revision_and_two_runs_are_compared(tmp_path
     make_run(tmp_path / "b", FakeRun(trace=False, memory=None, phases=lambda rank, step: slow))
     a, b = sorted(RunList({"": tmp_path}).scan(), key=lambda run: run.label)
     pages = Pages()
-    key, job = made(pages, PageRequest((a,), state="1"))
-    assert job.state == "ready"
-    assert len(job.scripts) >= 1
-    assert "<h1>" in html(job)
-    assert made(pages, PageRequest((a,), state="1"))[1] is job
-    assert pages.job(key) is job
-    assert pages.job("no such page") is None
-    _, compared = made(pages, PageRequest((a, b)))
-    text = html(compared)
+    key = made(pages, PageRequest((a,), state="1"))
+    page = pages.page(key)
+    assert len(page.scripts) >= 1
+    assert "<h1>" in html(pages, key)
+    assert made(pages, PageRequest((a,), state="1")) == key
+    assert pages.page(key) is page
+    assert pages.state("no such page") is None
+    text = html(pages, made(pages, PageRequest((a, b))))
     assert '<table class="sortable' in text
     assert "data_wait_ns" in text
     assert "step time +" in text  # B is slower
@@ -53,9 +51,7 @@ def test_a_failed_page_shows_the_reason(tmp_path):
     run = make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
     (found,) = RunList({"": tmp_path}).scan()
     (run / manifest_name(0)).unlink()
-    _, job = made(Pages(), PageRequest((found,)))
-    assert job.state == "failed"
-    assert "no run is in it" in job.message
+    assert "no run is in it" in made(Pages(), PageRequest((found,)))
 
 
 @pytest.mark.slow
@@ -69,10 +65,9 @@ def test_files_outside_the_log_directory_are_not_read(tmp_path):
     with (run / manifest_name(0)).open("a") as stream:
         stream.write(json.dumps(row) + "\n")
     (found,) = RunList({"": tmp_path / "logs"}).scan()
-    _, job = made(Pages(), PageRequest((found,)))
-    assert "a secret name" not in html(job)
-    assert "is outside" in html(job)
+    pages = Pages()
+    text = html(pages, made(pages, PageRequest((found,))))
+    assert "a secret name" not in text
+    assert "is outside" in text
     (run / "system.rank00000.jsonl").symlink_to(secret)
-    _, job = made(Pages(), PageRequest((found,), state="2"))
-    assert job.state == "failed"
-    assert "is a link that leads out" in job.message
+    assert "is a link that leads out" in made(pages, PageRequest((found,), state="2"))

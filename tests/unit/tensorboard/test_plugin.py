@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gzip
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +7,12 @@ from tensorboard.plugins.base_plugin import TBContext
 from werkzeug.test import Client
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.artifacts.naming import manifest_name
-from lightning_memprof.tensorboard.plugin import MemprofPlugin, log_directories, place_in_profiler_tab
-
-PLUGINS = {"pytorch_profiler": object()}
+from lightning_memprof.tensorboard.plugin import MemprofPlugin, log_directories
 
 
 def served(top, **context):
     """Return the plug-in and a function that requests its routes without a server."""
-    plugin = MemprofPlugin(TBContext(logdir=str(top), plugin_name_to_instance=PLUGINS, **context))
+    plugin = MemprofPlugin(TBContext(logdir=str(top), **context))
     apps = plugin.get_plugin_apps()
 
     def ask(route: str, **query: str):
@@ -40,37 +35,9 @@ def test_the_tab_is_active_only_if_there_is_a_run(tmp_path, run):
     assert ask("runs").json["places"] == []
 
 
-def test_only_files_named_by_a_manifest_and_inside_the_log_directory_are_served(tmp_path, run):
-    outside = tmp_path / "outside.json"
-    outside.write_text("a secret")
-    linked = run / "linked.json"
-    rows = [{"kind": "artifact", "path": path, "type": "blob"} for path in (str(outside), "memprofiler/../../x")]
-    with (run / manifest_name(0)).open("a") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in rows)
-    _, ask = served(tmp_path / "logs")
-    (found,) = ask("runs").json["runs"]
-    files = ask("files", run=found["id"]).json["files"]
-    traces = [file for file in files if file["type"] == "trace"]
-    assert len(traces) == 4
-    answer = ask("file", run=found["id"], path=traces[0]["path"])
-    assert gzip.decompress(answer.data)[:1] == b"{"
-    assert answer.headers["Content-Disposition"].startswith("attachment")
-    text = ask("file", run=found["id"], path=traces[0]["path"], **{"as": "text"})
-    assert (text.headers["Content-Encoding"], text.content_type) == ("gzip", "application/json")
-    refused = [str(outside), "memprofiler/../../x", "../outside.json", "version_0", "hparams.yaml", "", "\x00",
-               f"memprofiler/{manifest_name(0)}"]  # fmt: skip
-    for path in refused:
-        answer = ask("file", run=found["id"], path=path)
-        assert answer.status_code == 404
-        assert b"secret" not in answer.data
-    # A symlink among the files of a run makes the whole run unreadable.
-    linked.symlink_to(outside)
-    assert ask("files", run=found["id"]).status_code == 500
-
-
 def test_missing_resources_return_404_with_a_reason(tmp_path, run):
     _, ask = served(tmp_path / "logs")
-    for route in ("live", "page", "files", "file"):
+    for route in ("live", "page"):
         answer = ask(route, run="../version_0")
         assert answer.status_code == 404
         assert "no such run" in answer.json["error"]
@@ -79,22 +46,8 @@ def test_missing_resources_return_404_with_a_reason(tmp_path, run):
 
 def test_every_response_forbids_content_sniffing(tmp_path, run):
     _, ask = served(tmp_path / "logs")
-    (found,) = ask("runs").json["runs"]
-    path = ask("files", run=found["id"]).json["files"][0]["path"]
-    answers = [ask(name) for name in ("index.js", "live.js", "parts.js", "trace.js", "memprof.css", "page.css", "runs")]
-    answers += [ask("file", run=found["id"], path=path), ask("file", run=found["id"], path="none")]
+    answers = [ask(name) for name in ("index.js", "live.js", "parts.js", "memprof.css", "page.css", "runs", "live")]
     assert {answer.headers["X-Content-Type-Options"] for answer in answers} == {"nosniff"}
-
-
-def test_a_trace_has_the_run_worker_and_span_of_the_profiler_tab(tmp_path, run):
-    _, ask = served(tmp_path / "logs")
-    (found,) = ask("runs").json["runs"]
-    traces = [file for file in ask("files", run=found["id"]).json["files"] if file["type"] == "trace"]
-    places = {(trace["rank"], trace["window"]): trace["profiler_tab"] for trace in traces}
-    assert {place["run"] for place in places.values()} == {"version_0"}
-    assert {key: place["span"] for key, place in places.items()} == {(0, 0): "1", (0, 1): "2", (1, 0): "1", (1, 1): "2"}
-    assert len({place["worker"] for place in places.values()}) == 2
-    assert place_in_profiler_tab(run / manifest_name(0), tmp_path) is None
 
 
 def test_named_log_directories_are_searched(tmp_path):
@@ -120,12 +73,9 @@ def test_a_live_run_shows_its_progress(tmp_path):
         ]
 
     live = ask("live", run=found["id"]).json
-    assert live["run"]["id"] == found["id"]
     assert [words.split(" ")[0] for words in steps(live["parts"])] == ["20"]
-    leads = [words for part in live["parts"] if part["part"] == "lines" for _, words, _ in part["rows"]]
-    assert any("median" in words for words in leads)
-    (stack,) = [part for part in live["parts"] if part["part"] == "stack"]
-    assert sum(bar["share"] for bar in stack["bars"]) == pytest.approx(1)
+    rows = [words for part in live["parts"] if part["part"] == "lines" for _, words, _ in part["rows"]]
+    assert any("median" in words for words in rows)
     (table,) = [part for part in live["parts"] if part["part"] == "table"]
     assert table["columns"][:3] == ["rank", "status", "steps"]
     assert [row[:3] for row in table["rows"]] == [["0", "running", "20"], ["1", "running", "20"]]

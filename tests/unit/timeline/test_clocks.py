@@ -1,66 +1,23 @@
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof import load_run
-from lightning_memprof.timeline.clocks import Clocks, align_clocks, align_hosts, align_traces
+from lightning_memprof.account.ranks.summary import RankSummary, encode_summary, summarise
+from lightning_memprof.artifacts.naming import summary_path
+from lightning_memprof.timeline.clocks import Clocks, align_clocks, align_traces
 
 SECOND = 1_000_000_000
 START = 1_700_000_000 * SECOND
 
 
-def key(number: int) -> tuple[str, str, int | None, int, int]:
-    return ("all_reduce", "", 4096, number, 0)
-
-
-def test_hosts_are_aligned_by_the_ends_of_their_collectives_with_the_residual():
-    drawn = random.Random(3)
-    true = [START + number * 50_000_000 for number in range(101)]
-    ends = {
-        host: {key(number): end + skew + drawn.randrange(-20_000, 20_000) for number, end in enumerate(true)}
-        for host, skew in (("a", 0), ("b", 3 * SECOND), ("c", -70_000_000))
-    }
-    ends["b"][key(5)] += 10 * SECOND  # one that was delivered late must not move a clock
-    clocks = align_hosts(ends)
-    assert abs(clocks.offsets_ns["b"] + 3 * SECOND) < 10_000
-    assert abs(clocks.offsets_ns["c"] - 70_000_000) < 10_000
-    assert clocks.residual_ns is not None
-    assert 1_000 < clocks.residual_ns < 25_000
-    assert clocks.matched == 202
-
-
-def test_a_host_is_aligned_by_way_of_another():
-    ends = {
-        "a": {key(0): START},
-        "b": {key(0): START + 10, key(1): START + 100},
-        "c": {key(1): START + 100 - 7},
-    }
-    assert align_hosts(ends).offsets_ns == {"a": 0, "b": -10, "c": -3}
-
-
-def test_a_host_without_a_common_collective_keeps_its_clock_and_is_named():
-    clocks = align_hosts({"a": {key(0): START}, "b": {key(1): START + SECOND}})
-    assert (clocks.offsets_ns, clocks.residual_ns, clocks.unaligned) == ({"a": 0, "b": 0}, None, ("b",))
-
-
-@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=20), st.integers(-(10**15), 10**15))
-def test_without_noise_the_skew_is_found_exactly(times, skew):
-    first = {key(number): START + time for number, time in enumerate(times)}
-    clocks = align_hosts({"a": first, "b": {name: end + skew for name, end in first.items()}})
-    assert (clocks.offsets_ns["b"], clocks.residual_ns) == (-skew, 0)
-
-
-def test_the_traces_of_a_run_on_two_hosts_tell_the_difference(tmp_path: Path):
+def test_the_summaries_of_a_run_on_two_hosts_tell_the_difference(tmp_path: Path):
     run = load_run(make_run(tmp_path, FakeRun(world_size=2)))
     other = replace(run.ranks[1], facts=msgspec.structs.replace(run.ranks[1].facts, host="other"))
     run = replace(run, ranks=(run.ranks[0], other))
@@ -74,7 +31,11 @@ def test_the_traces_of_a_run_on_two_hosts_tell_the_difference(tmp_path: Path):
             ]  # fmt: skip
             for event in events:
                 event["ts"] -= 100 * artifact.rank
-            artifact.file.write_text(json.dumps({"baseTimeNanoseconds": START, "traceEvents": events}))
+            write_trace(artifact.file, events, baseTimeNanoseconds=START)
+            window = artifact.window or 0
+            origin = RankSummary(rank=artifact.rank, world_size=2, host="", window=window, steps=[])
+            summary = encode_summary(summarise(origin, [], {}, artifact.file))
+            (run.directory / summary_path(window, artifact.rank)).write_bytes(summary)
     clocks = align_clocks(run)
     assert clocks.offsets_ns == {run.ranks[0].facts.host: 0, "other": -2_000_000_500}
     assert (clocks.residual_ns, clocks.matched) == (0, 5)

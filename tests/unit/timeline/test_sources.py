@@ -10,12 +10,21 @@ from lightning_memprof import load_run
 from lightning_memprof.errors import ReportError
 from lightning_memprof.timeline.clocks import Clocks
 from lightning_memprof.timeline.events import Source, TimelineEvent
+from lightning_memprof.timeline.merge import merge_traces
 from lightning_memprof.timeline.sources import run_sources
 from lightning_memprof.units import GIB
 
 
 def events(sources: list[Source], **wanted: str) -> list[TimelineEvent]:
-    found = [event for source in sources if source.events for event in source.events()]
+    """The events of the sources that are in their spans."""
+    found = [
+        event
+        for source in sources
+        if source.events
+        for event in source.events()
+        if source.span_ns is None
+        or (source.span_ns[0] <= event.start_ns and event.start_ns + event.duration_ns <= source.span_ns[1])
+    ]
     return [event for event in found if all(getattr(event, key) == value for key, value in wanted.items())]
 
 
@@ -100,11 +109,16 @@ def test_one_window_some_ranks_and_some_steps_can_be_chosen(tmp_path):
     assert {source.sort for source in sources[1:]} == {1}
     assert [event.name for event in events(sources, thread="steps")] == ["step 9", "step 10", "step 11"]
     sliced = run_sources(run, ranks=[0], steps=[3])
-    assert [event.name for event in events(sliced, thread="steps")] == ["step 3"]
     (step,) = events(sliced, thread="steps")
-    for event in events(sliced):
-        assert step.start_ns <= event.start_ns
-        assert event.start_ns + event.duration_ns <= step.start_ns + step.duration_ns
+    assert step.name == "step 3"
+    merge_traces(sliced, tmp_path / "step.json")
+    merged = json.loads((tmp_path / "step.json").read_text())
+    drawn = [event for event in merged["traceEvents"] if event["ph"] != "M"]
+    assert [event["name"] for event in drawn if event.get("cat") == "step"] == ["step 3"]
+    for event in drawn:
+        start_ns = merged["baseTimeNanoseconds"] + round(event["ts"] * 1000)
+        assert step.start_ns <= start_ns
+        assert start_ns + round(event.get("dur", 0) * 1000) <= step.start_ns + step.duration_ns
     (trace,) = [source for source in sliced if source.trace]
     assert trace.span_ns
     assert trace.span_ns[1] - trace.span_ns[0] == step.duration_ns
@@ -113,7 +127,7 @@ def test_one_window_some_ranks_and_some_steps_can_be_chosen(tmp_path):
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        ({"window": 7}, "no window 7 in this run; its windows are 0"),
+        ({"window": 7}, "no such window; the run's windows are 0"),
         ({"ranks": [5]}, "rank 5 is not in this run; its ranks are 0"),
         ({"steps": [20, 21]}, "no window has step 20-21; the recorded steps are 2-3"),
     ],

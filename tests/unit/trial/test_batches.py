@@ -8,7 +8,7 @@ from lightning_memprof.compare.trial import Measured
 from lightning_memprof.report.sections.trial import batches_document
 from lightning_memprof.trial import batches
 from lightning_memprof.trial.batches import find_largest
-from lightning_memprof.trial.runner import Wanted
+from lightning_memprof.trial.runner import TrialOptions
 from lightning_memprof.trial.task import Task
 
 
@@ -24,7 +24,7 @@ def test_ctrl_c_keeps_the_batches_that_ran(monkeypatch, limit, best):
         return Measured(step_ns=1.0, rss_bytes=samples, samples=samples)
 
     monkeypatch.setattr(batches, "run_task", run_task)
-    found = find_largest(["train.py"], Wanted(), limit)
+    found = find_largest(["train.py"], TrialOptions(), limit)
     assert (found.is_stopped, len(found.tried)) == (True, 2)
     assert (found.best.samples if found.best else None) == best
     assert batches_document(found).status == "stopped"

@@ -11,12 +11,16 @@ import pytest
 
 from lightning_memprof.compare.significance import PairedChange
 from lightning_memprof.compare.trial import Equality, Measured, Outcome
+from lightning_memprof.judge import Finding, Severity
+from lightning_memprof.judge import remedies as judge_remedies
+from lightning_memprof.report.printers.text import full_page, plain
 from lightning_memprof.report.sections.trial import trial_document
 from lightning_memprof.trial import runner
 from lightning_memprof.trial.changes import parse_change
 from lightning_memprof.trial.process import LateError
-from lightning_memprof.trial.runner import Wanted, try_program, winners
+from lightning_memprof.trial.runner import TrialOptions, advice, try_program, winners
 from lightning_memprof.trial.task import Task
+from pages import words
 
 
 def labels(**changes: float) -> list[str]:
@@ -40,6 +44,14 @@ def test_of_remedies_that_replace_each_other_the_best_is_tried_with_the_others()
 def test_what_may_be_noise_has_not_won():
     assert labels(gc_freeze=-0.04, two=-0.2) == ["workers=2"]
     assert labels(gc_freeze=0.3) == []
+
+
+def test_a_remedy_without_a_change_is_not_tried_and_the_first_of_a_kind_counts():
+    few, many = (judge_remedies.WORKERS.filled(workers=number) for number in (2, 8))
+    nothing = judge_remedies.Remedy(id="look", text="Find the slow function.")
+    remedies = (nothing, few, many)
+    found = Finding(rule="input_bound", severity=Severity.CRITICAL, title="It waits.", why="", remedies=remedies)
+    assert [candidate.label for candidate in advice([found])] == ["workers=2"]
 
 
 Played = Callable[..., list[list[str]]]
@@ -83,7 +95,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 def test_a_clear_gain_leaves_the_rounds_and_the_others_go_on_until_they_are_decided(played):
     ran = played(0.02, {"workers=2": -0.5, "gc_freeze": 0.0})
-    trial = try_program(["train.py"], Wanted(remedies=["workers=2", "gc_freeze"]))
+    trial = try_program(["train.py"], TrialOptions(remedies=["workers=2", "gc_freeze"]))
     workers, frozen = trial.outcomes
     assert (workers.rounds, workers.is_faster) == (3, True)
     assert 5 <= frozen.rounds < 30
@@ -96,23 +108,23 @@ def test_a_clear_gain_leaves_the_rounds_and_the_others_go_on_until_they_are_deci
 def test_rounds_end_with_the_minutes_and_a_number_of_rounds_is_kept(played):
     ran = played(0.5, {})
     ran = played(0.5, {}, seconds=10)
-    trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=2))
+    trial = try_program(["train.py"], TrialOptions(remedies=["workers=2"], minutes=2))
     # Three runs to compare and four rounds of two runs take 110 of 120 seconds.
     assert (len(ran), trial.outcomes[0].is_undecided) == (4, True)
     ran.clear()
-    try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=7, minutes=2))
+    try_program(["train.py"], TrialOptions(remedies=["workers=2"], rounds=7, minutes=2))
     assert len(ran) == 7
     ran.clear()
     # Also where the first three decide.
     played(0.001, {"workers=2": -0.5})
-    assert try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=7)).outcomes[0].rounds == 7
+    assert try_program(["train.py"], TrialOptions(remedies=["workers=2"], rounds=7)).outcomes[0].rounds == 7
 
 
 def test_as_many_remedies_are_tried_as_the_minutes_allow(played):
     # Four runs to compare and three rounds of three runs take 130 of 132 seconds.
     names = ["workers=2", "gc_freeze", "fused_optimizer", "foreach_optimizer"]
     ran = played(0.5, {}, seconds=10)
-    trial = try_program(["train.py"], Wanted(remedies=names, minutes=2.2))
+    trial = try_program(["train.py"], TrialOptions(remedies=names, minutes=2.2))
     assert [found.rounds for found in trial.outcomes] == [3, 3, 0, 0]
     assert [found.problem.partition(":")[0] for found in trial.outcomes[2:]] == ["2.2 minutes are too few"] * 2
     assert ran == [["", *names[:2]]] * 3
@@ -120,19 +132,20 @@ def test_as_many_remedies_are_tried_as_the_minutes_allow(played):
 
 def test_a_run_that_would_end_after_the_minutes_is_ended_and_the_rounds_before_it_count(played):
     ran = played(0.5, {}, seconds=10)
-    trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=1))
+    trial = try_program(["train.py"], TrialOptions(remedies=["workers=2"], minutes=1))
     assert (trial.is_stopped, len(ran), trial.outcomes[0].problem) == (False, 1, "stopped after 1 of 3 rounds")
-    assert "--minutes" in trial.notes[0]
-    trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=0.1))
+    assert trial.notes[0].endswith("(--minutes). Nothing was measured: raise it.")
+    trial = try_program(["train.py"], TrialOptions(remedies=["workers=2"], minutes=0.1))
     assert (trial.step_ns, trial.outcomes[0].problem) == (None, "the trial ended before its first run")
+    assert "Nothing was measured" in words(plain(full_page(trial_document(trial), 80)))
     assert trial_document(trial).status == "tried"
 
 
 def test_the_number_of_rounds_that_a_page_names_decides(played):
     played(0.1, {"workers=2": -0.06})
-    first = try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=4)).outcomes[0]
+    first = try_program(["train.py"], TrialOptions(remedies=["workers=2"], rounds=4)).outcomes[0]
     assert first.needed is not None
-    again = try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=first.needed)).outcomes[0]
+    again = try_program(["train.py"], TrialOptions(remedies=["workers=2"], rounds=first.needed)).outcomes[0]
     assert again.rounds == first.needed > 4
     assert not again.is_undecided
 
@@ -140,7 +153,7 @@ def test_the_number_of_rounds_that_a_page_names_decides(played):
 @pytest.mark.parametrize(("after", "rounds", "problem"), [(4, 4, ""), (2, 0, "stopped after 2 of 3 rounds")])
 def test_ctrl_c_in_a_round_keeps_the_rounds_before_it(played, after, rounds, problem):
     played(0.5, {}, stop_after=after)
-    trial = try_program(["train.py"], Wanted(remedies=["workers=2"]))
+    trial = try_program(["train.py"], TrialOptions(remedies=["workers=2"]))
     (found,) = trial.outcomes
     assert (trial.is_stopped, trial.rounds) == (True, after)
     assert (found.rounds, found.problem) == (rounds, problem)
@@ -148,7 +161,7 @@ def test_ctrl_c_in_a_round_keeps_the_rounds_before_it(played, after, rounds, pro
 
 def test_ctrl_c_between_the_comparisons_keeps_them(played):
     played(0.5, {}, stop_in_check="gc_freeze")
-    trial = try_program(["train.py"], Wanted(remedies=["workers=2", "gc_freeze"]))
+    trial = try_program(["train.py"], TrialOptions(remedies=["workers=2", "gc_freeze"]))
     assert (trial.is_stopped, trial.rounds, trial.compared) == (True, 0, 1)
     problems = [found.problem for found in trial.outcomes]
     assert problems == ["stopped after 0 of 3 rounds", "the trial ended before its first run"]
@@ -157,7 +170,7 @@ def test_ctrl_c_between_the_comparisons_keeps_them(played):
 def test_the_time_left_is_shown(played):
     shown: list[str] = []
     played(0.5, {})
-    wanted = Wanted(remedies=["workers=2"], minutes=2, progress=lambda text, *_: shown.append(text))
+    wanted = TrialOptions(remedies=["workers=2"], minutes=2, progress=lambda text, *_: shown.append(text))
     try_program(["train.py"], wanted)
     assert shown[0] == "comparison of losses: unchanged, about 120 seconds left"
     assert "round 1: workers=2, about 120 seconds left" in shown

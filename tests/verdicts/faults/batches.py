@@ -19,7 +19,20 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, CLASSES, STEPS, Classifier, LanguageModel, Vectors, fit, main, one_epoch, quiet
+from plain import (
+    BATCH,
+    CLASSES,
+    STEPS,
+    Classifier,
+    Counted,
+    LanguageModel,
+    Trained,
+    Vectors,
+    fit,
+    main,
+    one_epoch,
+    quiet,
+)
 from small_models import BANDS, VOCAB, Block, Corpus, HalvingClassifier, SoundNet, Tabular
 
 
@@ -78,7 +91,7 @@ class Reviews(lightning.LightningDataModule):
         return pad_sequence(rows, batch_first=True)
 
 
-class Sentiment(lightning.LightningModule):
+class Sentiment(Trained, optimizer=torch.optim.SGD, lr=0.02):
     """A bag of words and a deep head."""
 
     def __init__(self) -> None:
@@ -90,9 +103,6 @@ class Sentiment(lightning.LightningModule):
         scores = self.head(self.bag(batch))[:, 0]
         return functional.binary_cross_entropy_with_logits(scores, (batch[:, 0] % 2).float())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.02)
-
 
 def raw_texts(fault: bool) -> None:
     """Collating a batch splits its texts into tokens; healthy: `setup` did."""
@@ -100,7 +110,7 @@ def raw_texts(fault: bool) -> None:
     fit(Sentiment(), data, steps=70)  # type: ignore[arg-type]  # a Trainer takes a data module, too
 
 
-class Listens(Dataset[tuple[int, int]]):
+class Listens(Counted[tuple[int, int]]):
     def __init__(self, samples: int, users: int = 2000, items: int = 5000) -> None:
         noise = random.Random(0)
         self.users = users
@@ -108,9 +118,6 @@ class Listens(Dataset[tuple[int, int]]):
         self.history = [set(noise.sample(range(items), 80)) for _ in range(users)]
         self.pairs = [(user, noise.choice(list(self.history[user]))) for user in range(users)]
         self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         return self.pairs[index % len(self.pairs)]
@@ -136,7 +143,7 @@ def batch_with_random_items(
     return torch.tensor(users), torch.tensor(items), torch.randint(listens.items, (len(pairs), count))
 
 
-class PlaylistRanker(lightning.LightningModule):
+class PlaylistRanker(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     def __init__(self, users: int, items: int, width: int = 64) -> None:
         super().__init__()
         self.user = nn.Embedding(users, width)
@@ -151,9 +158,6 @@ class PlaylistRanker(lightning.LightningModule):
         loss = -functional.logsigmoid(scores[:, :1] - scores[:, 1:]).mean()
         self.log("bpr", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def playlists(fault: bool) -> None:
@@ -226,7 +230,7 @@ class BatchedMaskingCollator(MaskingCollator):
         return {"inputs": inputs, "labels": labels, "weights": weights}
 
 
-class MaskedLanguageModel(lightning.LightningModule):
+class MaskedLanguageModel(Trained, optimizer=torch.optim.AdamW, lr=3e-4):
     def __init__(self, width: int = 112, layers: int = 1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
@@ -239,9 +243,6 @@ class MaskedLanguageModel(lightning.LightningModule):
         loss = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
         self.log("mlm", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
 def masked_sentences(fault: bool) -> None:
@@ -287,7 +288,7 @@ def collate_by_stay(stays: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     return signs, torch.tensor([stay["returned"] for stay in stays])
 
 
-class ReturnModel(lightning.LightningModule):
+class ReturnModel(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Convolutions along the hours."""
 
     def __init__(self) -> None:
@@ -309,9 +310,6 @@ class ReturnModel(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def icu_stays(fault: bool) -> None:
     """The collate function makes a batch hour by hour; healthy: stay by stay."""
@@ -319,7 +317,7 @@ def icu_stays(fault: bool) -> None:
     quiet(80).fit(ReturnModel(), DataLoader(Stays(64 * 20), batch_size=64, shuffle=True, collate_fn=collate))
 
 
-class Churn(lightning.LightningModule):
+class Churn(Trained, optimizer=torch.optim.Adam, lr=1e-3, fused=True):
     """Categories and numbers of a customer through a network."""
 
     def __init__(self) -> None:
@@ -336,9 +334,6 @@ class Churn(lightning.LightningModule):
         loss = functional.binary_cross_entropy_with_logits(self.network(features)[:, 0], churned)
         self.log("train_loss", loss, prog_bar=True)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3, fused=True)
 
 
 class Customers(lightning.LightningDataModule):
@@ -367,7 +362,7 @@ def single_rows_of_table(fault: bool) -> None:
     fit(Churn(), Customers(4096, whole_batches=not fault), steps=60)  # type: ignore[arg-type]  # a data module
 
 
-class Scenes(Dataset[tuple[Tensor, Any]]):
+class Scenes(Counted[tuple[Tensor, Any]]):
     """Images with outlines of their objects, as an annotation file has them."""
 
     def __init__(self, samples: int) -> None:
@@ -383,9 +378,6 @@ class Scenes(Dataset[tuple[Tensor, Any]]):
             for index in range(256)
         ]
         self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         return self.images[index % 64], self.targets[index % 256]
@@ -405,7 +397,7 @@ def scenes_together(samples: list[tuple[Tensor, Any]]) -> tuple[Tensor, list[Any
     return torch.stack(images), list(targets)
 
 
-class Detector(lightning.LightningModule):
+class Detector(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """Finds the boxes and what is in them."""
 
     def __init__(self) -> None:
@@ -433,9 +425,6 @@ class Detector(lightning.LightningModule):
         self.log_dict({"loss/box": box_loss, "loss/label": label_loss}, batch_size=len(images))
         return box_loss + label_loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def nested_targets(fault: bool) -> None:
     """Targets are lists of numbers, and the transfer to the device visits each of them; healthy: they are tensors."""
@@ -459,7 +448,7 @@ class RandomView(nn.Module):
         return (view * brightness).clamp(-3, 3)
 
 
-class SelfSupervised(lightning.LightningModule):
+class SelfSupervised(Trained):
     """Base class: two random views of each image, made after the transfer, one image after the other or all at once."""
 
     def __init__(self, one_by_one: bool) -> None:
@@ -481,7 +470,7 @@ class SelfSupervised(lightning.LightningModule):
         return view
 
 
-class SimCLR(SelfSupervised):
+class SimCLR(SelfSupervised, optimizer=torch.optim.AdamW, lr=3e-4, fused=True):
     """Two views of an image are closer to each other than to those of other images."""
 
     def __init__(self, one_by_one: bool) -> None:
@@ -506,9 +495,6 @@ class SimCLR(SelfSupervised):
         loss = functional.cross_entropy(similarity, torch.arange(len(views)).roll(len(views) // 2))
         self.log("info_nce", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
 
 
 def views_one_by_one(fault: bool) -> None:
@@ -570,7 +556,7 @@ def padding(fault: bool) -> None:
     fit(LanguageModel(), DataLoader(texts, batch_sampler=sampler, collate_fn=pad))  # type: ignore[arg-type]  # a list
 
 
-class Recurrent(lightning.LightningModule):
+class Recurrent(Trained, optimizer=torch.optim.Adam, lr=1e-3, fused=True):
     """A regression on series of 24 values per position."""
 
     def __init__(self) -> None:
@@ -583,9 +569,6 @@ class Recurrent(lightning.LightningModule):
         loss = functional.mse_loss(self.out(self.rnn(series)[0][:, -1])[:, 0], target)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-3, fused=True)
 
 
 def padded_series(fault: bool) -> None:
@@ -621,7 +604,7 @@ def session_batch(clicks: list[Tensor], to_length: int | None) -> Tensor:
     return torch.stack([functional.pad(session, (0, length - len(session))) for session in clicks])
 
 
-class NextClick(lightning.LightningModule):
+class NextClick(Trained, optimizer=torch.optim.SGD, lr=0.05):
     def __init__(self, items: int = 3000, width: int = 96, longest: int = 128) -> None:
         super().__init__()
         self.item = nn.Embedding(items, width, padding_idx=0)
@@ -637,9 +620,6 @@ class NextClick(lightning.LightningModule):
         loss = functional.cross_entropy(self.out(hidden).flatten(0, 1), following.flatten(), ignore_index=0)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def sessions(fault: bool) -> None:
@@ -674,7 +654,7 @@ def pad_to_longest(poems: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(poems, batch_first=True)
 
 
-class Poet(lightning.LightningModule):
+class Poet(Trained, optimizer=torch.optim.AdamW, lr=3e-4):
     """A small causal transformer over letters."""
 
     CONTEXT = 128
@@ -696,9 +676,6 @@ class Poet(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(hidden).flatten(0, 1), wanted.flatten(), ignore_index=0)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
 def haiku(fault: bool) -> None:
@@ -772,7 +749,7 @@ def single_rows(fault: bool) -> None:
     fit(model, DataLoader(rows, batch_size=batch), steps=200)
 
 
-class Tagger(lightning.LightningModule):
+class Tagger(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """Names the parts of speech."""
 
     def __init__(self, dim: int = 192, depth: int = 3) -> None:
@@ -785,9 +762,6 @@ class Tagger(lightning.LightningModule):
         tags = self.tags(self.blocks(self.embed(batch[:, :-1])))
         return functional.cross_entropy(tags.flatten(0, 1), batch[:, 1:].flatten() % 17)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
 
 def parts_of_speech(fault: bool) -> None:
     """Batches of one sentence, 16 of them per update; healthy: one batch of 16."""
@@ -796,7 +770,7 @@ def parts_of_speech(fault: bool) -> None:
     fit(Tagger(), loader, steps=40 if fault else 60, accumulate_grad_batches=parts)
 
 
-class WineTransformer(lightning.LightningModule):
+class WineTransformer(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Rates wines from eleven lab values, one token for each value."""
 
     def __init__(self, values: int = 11, width: int = 160, depth: int = 3) -> None:
@@ -811,9 +785,6 @@ class WineTransformer(lightning.LightningModule):
         values, rating = batch
         tokens = values.unsqueeze(-1) * self.scale + self.shift
         return functional.mse_loss(self.head(self.encoder(tokens).mean(dim=1)).squeeze(1), rating)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def wine_quality(fault: bool) -> None:

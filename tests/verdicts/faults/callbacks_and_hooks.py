@@ -31,6 +31,7 @@ from plain import (
     WIDTH,
     Classifier,
     Residual,
+    Trained,
     Vectors,
     fit,
     labeled,
@@ -82,7 +83,7 @@ class ReconstructionGallery(Callback):
         (self.folder / f"batch{batch_idx:05d}.img").write_bytes(zlib.compress(pixels.tobytes(), 9))
 
 
-class Autoencoder(lightning.LightningModule):
+class Autoencoder(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     def __init__(self) -> None:
         super().__init__()
         self.encode = nn.Sequential(
@@ -101,9 +102,6 @@ class Autoencoder(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def defects(fault: bool) -> None:
     """A callback writes pictures of each batch; healthy: of each 30th."""
@@ -113,7 +111,7 @@ def defects(fault: bool) -> None:
         one_epoch(callbacks=[gallery]).fit(Autoencoder(), DataLoader(data, 24, shuffle=True))
 
 
-class TileAutoencoder(lightning.LightningModule):
+class TileAutoencoder(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Compresses small satellite tiles."""
 
     def __init__(self, width: int = 18) -> None:
@@ -138,9 +136,6 @@ class TileAutoencoder(lightning.LightningModule):
         loss = functional.mse_loss(restored, tiles)
         self.log("mse", loss)
         return {"loss": loss, "restored": restored.detach()}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class ReconstructionSheet(lightning.Callback):
@@ -190,7 +185,7 @@ class RankMonitor(lightning.Callback):
         self.ranks.append(ranks)
 
 
-class WineModel(lightning.LightningModule):
+class WineModel(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """The grade of a wine from its chemistry."""
 
     def __init__(self) -> None:
@@ -202,9 +197,6 @@ class WineModel(lightning.LightningModule):
         loss = functional.mse_loss(self.net(chemistry), grade)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def wine_ratings(fault: bool) -> None:
@@ -284,7 +276,7 @@ class SegmentationArtifacts(ArtifactWriter):
         ]
 
 
-class Textures(lightning.LightningModule):
+class Textures(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """A convolutional network with 400 classes."""
 
     def __init__(self) -> None:
@@ -300,9 +292,6 @@ class Textures(lightning.LightningModule):
         images, labels = batch
         scores = self.classify(self.features(images.contiguous(memory_format=torch.channels_last)))
         return {"loss": functional.cross_entropy(scores, labels), "scores": scores.detach()}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def dumped_predictions(fault: bool) -> None:
@@ -345,7 +334,7 @@ class Watch(lightning.Callback):
         self.thread.join()
 
 
-class Ratings(lightning.LightningModule):
+class Ratings(Trained, optimizer=torch.optim.SGD, lr=1e-3):
     """Deep and cross network: products of features beside layers."""
 
     def __init__(self, width: int = 96, depth: int = 14) -> None:
@@ -364,9 +353,6 @@ class Ratings(lightning.LightningModule):
         loss = functional.mse_loss(self.out(torch.cat([crossed, hidden], 1))[:, 0], ratings)
         self.log("rmse", loss.detach().sqrt())
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def busy_watch(fault: bool) -> None:
@@ -405,7 +391,7 @@ def stories(fault: bool) -> None:
     fit(Storyteller(show_every=4 if fault else 60), loader, steps=60)
 
 
-class TwoTower(lightning.LightningModule):
+class TwoTower(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """Users and items; negatives are drawn by the popularity of items."""
 
     def __init__(self, interactions: list[int], items: int, refresh: str, width: int = 768) -> None:
@@ -439,9 +425,6 @@ class TwoTower(lightning.LightningModule):
         loss = functional.cross_entropy(scores, torch.arange(len(users)))
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def recommend(fault: bool) -> None:
@@ -656,7 +639,7 @@ def gradient_hook(fault: bool) -> None:
     fit(model, DataLoader(Vectors(), batch_size=BATCH))
 
 
-class StrainModel(lightning.LightningModule):
+class StrainModel(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """Whether the strain of a bridge is as it should be; watches what its layers put out."""
 
     def __init__(self, watch: bool) -> None:
@@ -681,9 +664,6 @@ class StrainModel(lightning.LightningModule):
         loss = functional.cross_entropy(self.net(strain), state)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def bridge_strain(fault: bool) -> None:
@@ -765,7 +745,7 @@ class DeadUnits(lightning.Callback):
             self.handles.clear()
 
 
-class Faces(lightning.LightningModule):
+class Faces(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """A convolutional autoencoder over small gray pictures."""
 
     def __init__(self, width: int = 24) -> None:
@@ -791,9 +771,6 @@ class Faces(lightning.LightningModule):
         loss = functional.mse_loss(self.decode(self.encode(pictures)), pictures)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def piling_hooks(fault: bool) -> None:

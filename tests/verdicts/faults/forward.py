@@ -24,7 +24,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, WIDTH, Classifier, LanguageModel, Tokens, Vectors, fit, main, one_epoch, quiet, rows_at_once
+from plain import (
+    BATCH,
+    WIDTH,
+    Classifier,
+    LanguageModel,
+    Tokens,
+    Trained,
+    Vectors,
+    fit,
+    main,
+    one_epoch,
+    quiet,
+    rows_at_once,
+)
 from small_models import Corpus, MiniGPT, Spectra, StoredPositionalEncoding, perceptron, sinusoids, spectrograms
 
 
@@ -81,7 +94,7 @@ class MoveAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class ChessModel(lightning.LightningModule):
+class ChessModel(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Predicts the next move."""
 
     def __init__(self, by_hand: bool, moves: int = 1000, width: int = 128, depth: int = 2) -> None:
@@ -102,9 +115,6 @@ class ChessModel(lightning.LightningModule):
             x = x + attention(norm(x))
             x = x + feedforward(x)
         return functional.cross_entropy(self.head(x).flatten(0, 1), games[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def chess_games(fault: bool) -> None:
@@ -133,7 +143,7 @@ class SpeechBlock(nn.Module):
         return found
 
 
-class Speech(lightning.LightningModule):
+class Speech(Trained, optimizer=torch.optim.AdamW, lr=3e-4):
     """Recognizes commands in the frames of a recording."""
 
     def __init__(self, *, fault: bool, width: int = 128, commands: int = 30) -> None:
@@ -148,9 +158,6 @@ class Speech(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(hidden.mean(dim=1)), commands)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
 def unread_weights(fault: bool) -> None:
@@ -174,7 +181,7 @@ class PaperLayerNorm(nn.Module):
         return self.gain * (x - mean) / (std + self.eps) + self.bias
 
 
-class TrafficMixer(lightning.LightningModule):
+class TrafficMixer(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Forecasts the flow at road sensors; every block mixes features."""
 
     def __init__(self, norm: type[nn.Module], width: int = 96, depth: int = 4) -> None:
@@ -192,9 +199,6 @@ class TrafficMixer(lightning.LightningModule):
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             x = x + mixer(norm(x))
         return functional.l1_loss(self.head(x), future)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def traffic_flow(fault: bool) -> None:
@@ -245,7 +249,7 @@ class CharacterBlock(nn.Module):
         return x + self.reduce(self.act(self.expand(self.norm_feed(x))))
 
 
-class CharacterModel(lightning.LightningModule):
+class CharacterModel(Trained, optimizer=torch.optim.AdamW, lr=3e-4):
     def __init__(self, own: bool, width: int = 80, layers: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(96, width)
@@ -257,9 +261,6 @@ class CharacterModel(lightning.LightningModule):
         loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
 def novel_characters(fault: bool) -> None:
@@ -284,7 +285,7 @@ class RunningAccuracy(lightning.Callback):
         pl_module.log("train/accuracy", self.right / self.seen)
 
 
-class Heartbeats(lightning.LightningModule):
+class Heartbeats(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Separable convolutions over signals of a heart."""
 
     def __init__(self) -> None:
@@ -302,9 +303,6 @@ class Heartbeats(lightning.LightningModule):
         signals, rhythms = batch
         scores = self(signals)
         return {"loss": functional.cross_entropy(scores, rhythms), "scores": scores.detach()}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def second_forward(fault: bool) -> None:
@@ -381,7 +379,7 @@ class OrthogonalRNN(nn.Module):
         return state
 
 
-class CopyTask(lightning.LightningModule):
+class CopyTask(Trained, optimizer=torch.optim.RMSprop, lr=1e-4):
     """Remembers what came first."""
 
     def __init__(self, make_once: bool) -> None:
@@ -396,9 +394,6 @@ class CopyTask(lightning.LightningModule):
         loss = functional.cross_entropy(self.decode(self.rnn(sequences)), sequences[:, 0].argmax(-1))
         self.log("nll", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(self.parameters(), lr=1e-4)
 
 
 def weight_made_each_time(fault: bool) -> None:
@@ -426,7 +421,7 @@ class Encoder(nn.Module):
         return x.mean(1)
 
 
-class Spectrograms(lightning.LightningModule):
+class Spectrograms(Trained, optimizer=torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True):
     """Keywords in spectrograms."""
 
     def __init__(self, gradient_checkpointing: bool = True, width: int = 128, depth: int = 3) -> None:
@@ -441,9 +436,6 @@ class Spectrograms(lightning.LightningModule):
         loss: Tensor = self.loss(self.head(self.encoder(spectrograms)), words)
         self.log("train/loss", loss, on_epoch=True)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9, nesterov=True)
 
 
 def needless_checkpointing(fault: bool) -> None:
@@ -488,7 +480,7 @@ def compiled_per_length(fault: bool) -> None:
     fit(CompiledModel(dynamic=not fault), DataLoader(Curriculum(32, 40, 60), batch_size=None), steps=60)
 
 
-class Watch(lightning.LightningModule):
+class Watch(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Recognizes activities from the sensors of a watch; a batch has the shape batch x time x sensors.
 
     Fault: the LSTM takes the batch for the time, without an error; healthy: ``batch_first=True``.
@@ -507,9 +499,6 @@ class Watch(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def batch_as_time(fault: bool) -> None:
     """An LSTM without ``batch_first`` steps through 1024 samples; healthy: through 8 steps of time."""
@@ -517,7 +506,7 @@ def batch_as_time(fault: bool) -> None:
     fit(Watch(fault=fault), rows_at_once(readings, 1024), steps=80)
 
 
-class Baskets(lightning.LightningModule):
+class Baskets(Trained, optimizer=torch.optim.SGD, lr=0.1, momentum=0.9):
     """Predicts the next item out of the items of a basket.
 
     Fault: items are looked up by a product of one-hot vectors and the table; healthy: by ``embedding``.
@@ -542,9 +531,6 @@ class Baskets(lightning.LightningModule):
         loss = functional.cross_entropy(wanted @ self.table.T, following)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def one_hot_lookup(fault: bool) -> None:
@@ -585,7 +571,7 @@ class Neighbors(nn.Module):
         return updated
 
 
-class Traffic(lightning.LightningModule):
+class Traffic(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Predicts traffic at crossings with a graph network."""
 
     def __init__(self, width: int = 64, *, fault: bool) -> None:
@@ -601,16 +587,13 @@ class Traffic(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def message_per_edge(fault: bool) -> None:
     """A network runs on 9000 copies of 1500 nodes, one per edge; healthy: on the nodes, before the copies."""
     fit(Traffic(fault=fault), DataLoader(Roads(60), batch_size=None, shuffle=True), steps=60)
 
 
-class Fields(lightning.LightningModule):
+class Fields(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """Marks crops on pictures of fields.
 
     Fault: all channels are enlarged and then classified; healthy: classified, and then the classes are enlarged.
@@ -642,9 +625,6 @@ class Fields(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def enlarged_channels(fault: bool) -> None:
     """32 channels are enlarged to full size before a 1 x 1 convolution; healthy: its 4 classes, after it."""
@@ -655,7 +635,7 @@ def enlarged_channels(fault: bool) -> None:
 IGNORED = -100
 
 
-class MaskedTokens(lightning.LightningModule):
+class MaskedTokens(Trained, optimizer=torch.optim.AdamW, lr=3e-4):
     """A masked language model over a large vocabulary.
 
     Fault: the head scores every position and the loss ignores 85% of them; healthy: it scores the masked ones.
@@ -681,9 +661,6 @@ class MaskedTokens(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
-
 
 def scored_unmasked(fault: bool) -> None:
     """Logits of 4000 words at all positions, of which 15% count; healthy: logits at the masked positions."""
@@ -691,7 +668,7 @@ def scored_unmasked(fault: bool) -> None:
     fit(MaskedTokens(fault=fault), loader, steps=60)
 
 
-class Prices(lightning.LightningModule):
+class Prices(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """Estimates the prices of houses from a table.
 
     Fault: the loss compares a column with a row, all prices with all; healthy: the column is squeezed.
@@ -711,9 +688,6 @@ class Prices(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
 
 def column_and_row(fault: bool) -> None:
     """``mse_loss`` of shapes (n, 1) and (n,) makes n x n differences; healthy: both have the shape (n,)."""
@@ -721,7 +695,7 @@ def column_and_row(fault: bool) -> None:
     fit(Prices(fault=fault), rows_at_once(houses, 2048), steps=100)
 
 
-class PointCloud(lightning.LightningModule):
+class PointCloud(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Moves points of one cloud to those of another: the loss is the Chamfer distance."""
 
     def __init__(self, broadcast: bool) -> None:
@@ -744,9 +718,6 @@ class PointCloud(lightning.LightningModule):
         self.log("chamfer", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def broadcast_distances(fault: bool) -> None:
     """Distances of all pairs of points from a tensor of all differences; healthy: `torch.cdist`."""
@@ -754,7 +725,7 @@ def broadcast_distances(fault: bool) -> None:
     fit(PointCloud(broadcast=fault), DataLoader(clouds, batch_size=4), steps=50)
 
 
-class Digits(lightning.LightningModule):
+class Digits(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """A variational autoencoder of small pictures.
 
     Fault: the code's distribution has a covariance matrix, which is diagonal; healthy: independent normals.
@@ -782,9 +753,6 @@ class Digits(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def diagonal_matrices(fault: bool) -> None:
     """``MultivariateNormal`` of diagonal matrices, decomposed per sample; healthy: ``Independent(Normal)``."""
@@ -792,7 +760,7 @@ def diagonal_matrices(fault: bool) -> None:
     fit(Digits(fault=fault), DataLoader(pictures, batch_size=256, shuffle=True), steps=120)
 
 
-class Critic(lightning.LightningModule):
+class Critic(Trained, optimizer=torch.optim.Adam, lr=1e-4, betas=(0.0, 0.9)):
     """Estimates a distance between distributions with layers whose largest singular values are penalized.
 
     Fault: the values come from a full decomposition of each matrix; healthy: from one step of power iteration.
@@ -829,9 +797,6 @@ class Critic(lightning.LightningModule):
             loss = loss + (self.stretch(place) - 1).square()
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-4, betas=(0.0, 0.9))
 
 
 def exact_norms(fault: bool) -> None:
@@ -877,7 +842,7 @@ class Spectrum(nn.Module):
         return power.clamp(min=1e-6).log()
 
 
-class Commands(lightning.LightningModule):
+class Commands(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Spoken commands, from their spectrum."""
 
     def __init__(self, dtype: Any) -> None:
@@ -891,9 +856,6 @@ class Commands(lightning.LightningModule):
         with torch.no_grad():
             spectrum = self.spectrum(sound).mT.to(self.head.weight.dtype)
         return functional.cross_entropy(self.head(self.layers(spectrum).mean(2)), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def cosine_frontend(fault: bool) -> None:
@@ -917,7 +879,7 @@ class Loans(Dataset):
         return torch.from_numpy(self.columns[index]), torch.from_numpy(self.default[index])
 
 
-class CreditModel(lightning.LightningModule):
+class CreditModel(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, width: int = 896) -> None:
         super().__init__()
         self.net = nn.Sequential(
@@ -935,9 +897,6 @@ class CreditModel(lightning.LightningModule):
         loss = functional.binary_cross_entropy_with_logits(self.net(features), default)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def credit(fault: bool) -> None:
@@ -966,7 +925,7 @@ class Swings(Dataset):
         return torch.from_numpy(self.now[index]), torch.from_numpy(self.later[index])
 
 
-class Dynamics(lightning.LightningModule):
+class Dynamics(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """Predicts the next state of the pendulum."""
 
     def __init__(self, width: int = 1024) -> None:
@@ -985,9 +944,6 @@ class Dynamics(lightning.LightningModule):
         now, later = batch
         return functional.mse_loss(now + self.layers(now), later)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def pendulums(fault: bool) -> None:
     """Data and model are float64; healthy: float32."""
@@ -997,7 +953,7 @@ def pendulums(fault: bool) -> None:
     quiet(120).fit(model, DataLoader(Swings(20_000, as_single=not fault), batch_size=128, shuffle=True))
 
 
-class LoadForecaster(lightning.LightningModule):
+class LoadForecaster(Trained, optimizer=torch.optim.SGD, lr=1e-3):
     """Predicts tomorrow's power load from the last two weeks."""
 
     def __init__(self, hours: int) -> None:
@@ -1009,9 +965,6 @@ class LoadForecaster(lightning.LightningModule):
         loss = functional.l1_loss(self.network(past), tomorrow)
         self.log("mae", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def power_load(fault: bool) -> None:
@@ -1029,7 +982,7 @@ def power_load(fault: bool) -> None:
     quiet(60).fit(model, loader)
 
 
-class Convolutional(lightning.LightningModule):
+class Convolutional(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Four convolutions over images of batch x 3 x 48 x 48."""
 
     def __init__(self, memory_format: torch.memory_format) -> None:
@@ -1047,9 +1000,6 @@ class Convolutional(lightning.LightningModule):
         images, labels = batch
         features = self.features(images.contiguous(memory_format=self.memory_format))
         return functional.cross_entropy(self.head(features), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def memory_format(fault: bool) -> None:

@@ -16,7 +16,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, CLASSES, WIDTH, Classifier, Residual, Vectors, fit, labeled, main, one_epoch, quiet, trainer
+from plain import (
+    BATCH,
+    CLASSES,
+    WIDTH,
+    Classifier,
+    Residual,
+    Trained,
+    Vectors,
+    fit,
+    labeled,
+    main,
+    one_epoch,
+    quiet,
+    trainer,
+)
 from small_models import convolution
 
 
@@ -402,7 +416,7 @@ def unfrozen_body(fault: bool) -> None:
     fit(LinearProbe(frozen=not fault), DataLoader(Vectors(), batch_size=BATCH))
 
 
-class TreeNet(lightning.LightningModule):
+class TreeNet(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Names the species of a street tree and estimates its height."""
 
     def __init__(self, separate: bool) -> None:
@@ -437,9 +451,6 @@ class TreeNet(lightning.LightningModule):
             self.manual_backward(species_loss + height_loss)
         optimizer.step()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def street_trees(fault: bool) -> None:
     """A backward pass for each of two losses; healthy: one for their sum."""
@@ -447,7 +458,7 @@ def street_trees(fault: bool) -> None:
     quiet(80).fit(TreeNet(separate=fault), DataLoader(data, batch_size=32, shuffle=True))
 
 
-class ClothesTagger(lightning.LightningModule):
+class ClothesTagger(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """One trunk, heads for category, color and season."""
 
     def __init__(self, task_by_task: bool) -> None:
@@ -478,9 +489,6 @@ class ClothesTagger(lightning.LightningModule):
         optimizer.step()
         self.log("loss", sum(losses))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def clothes(fault: bool) -> None:
     """A backward pass for each of three tasks; healthy: one for the sum of their losses."""
@@ -489,7 +497,7 @@ def clothes(fault: bool) -> None:
     one_epoch().fit(ClothesTagger(task_by_task=fault), DataLoader(data, 16, shuffle=True))
 
 
-class RoadScenes(lightning.LightningModule):
+class RoadScenes(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     def __init__(self, balanced: bool) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -514,9 +522,6 @@ class RoadScenes(lightning.LightningModule):
             self.manual_backward(0.5 * depth_loss)
         optimizer.step()
         self.log_dict({"area": area_loss, "depth": depth_loss})
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
 def road_scenes(fault: bool) -> None:
@@ -573,7 +578,7 @@ def clip_each(fault: bool) -> None:
     fit(Clipped(each=fault), DataLoader(Vectors(), batch_size=BATCH))
 
 
-class Forecaster(lightning.LightningModule):
+class Forecaster(Trained, optimizer=torch.optim.AdamW, lr=1e-4, fused=True):
     """A transformer encoder over windows of 48 measurements. Clips outliers of gradients by a quantile, or by norm."""
 
     def __init__(self, quantile: float | None) -> None:
@@ -603,9 +608,6 @@ class Forecaster(lightning.LightningModule):
             if parameter.grad is not None:
                 limit = torch.quantile(parameter.grad.abs().flatten(), self.quantile)
                 parameter.grad.clamp_(-limit, limit)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
 def quantile_clipping(fault: bool) -> None:

@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, CLASSES, STEPS, WIDTH, Classifier, Vectors, fit, main, one_epoch, quiet
+from plain import BATCH, CLASSES, STEPS, WIDTH, Classifier, Counted, Trained, Vectors, fit, main, one_epoch, quiet
 from small_models import BANDS, HalvingClassifier, LeafNet, PictureClassifier, SeriesModel, SoundNet, Tabular
 
 
-class CompressedVectors(Dataset[tuple[Tensor, int]]):
+class CompressedVectors(Counted[tuple[Tensor, int]]):
     """Vectors that are decompressed and standardized whenever they are read."""
 
     def __init__(self, samples: int) -> None:
@@ -42,9 +42,6 @@ class CompressedVectors(Dataset[tuple[Tensor, int]]):
         raw = numbers.integers(0, 8, (256, WIDTH * 320), dtype=np.uint8)
         self.blobs = [zlib.compress(row.tobytes()) for row in raw]
         self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         pixels = np.frombuffer(zlib.decompress(self.blobs[index % 256]), dtype=np.uint8)
@@ -63,7 +60,7 @@ def slow_decode(fault: bool) -> None:
     fit(Classifier(), DataLoader(dataset, batch_size=BATCH, num_workers=1, persistent_workers=True))
 
 
-class BiopsyTiles(Dataset[tuple[Tensor, int]]):
+class BiopsyTiles(Counted[tuple[Tensor, int]]):
     """PNG tiles of one side, given to the network with 96 pixels."""
 
     def __init__(self, folder: Path, side: int, samples: int, files: int = 24) -> None:
@@ -73,9 +70,6 @@ class BiopsyTiles(Dataset[tuple[Tensor, int]]):
         for path in self.paths:
             coarse = noise.integers(0, 255, (24, 24, 3), dtype=np.uint8)
             Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(path)
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         picture = Image.open(self.paths[index % len(self.paths)]).convert("RGB")
@@ -182,7 +176,7 @@ def galaxies(fault: bool) -> None:
     quiet(60).fit(HalvingClassifier(1, (20, 40, 56), 5), loader)
 
 
-class Slides(Dataset[tuple[Tensor, int]]):
+class Slides(Counted[tuple[Tensor, int]]):
     """Augmented crops of slides. Fault: slides are augmented, then cropped; healthy: crops are augmented."""
 
     def __init__(self, samples: int, side: int, crop: int, *, fault: bool) -> None:
@@ -192,9 +186,6 @@ class Slides(Dataset[tuple[Tensor, int]]):
         self.samples = samples
         self.crop = crop
         self.fault = fault
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         place = index % len(self.slides)
@@ -212,7 +203,7 @@ class Slides(Dataset[tuple[Tensor, int]]):
         return image.crop((left, top, left + self.crop, top + self.crop))
 
 
-class Tissue(lightning.LightningModule):
+class Tissue(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """A convolutional network that tells kinds of tissue."""
 
     def __init__(self, width: int = 32, kinds: int = 4) -> None:
@@ -235,9 +226,6 @@ class Tissue(lightning.LightningModule):
         loss = functional.cross_entropy(self.layers(pixels), kinds)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def blur_before_crop(fault: bool) -> None:
@@ -315,7 +303,7 @@ class ChessPositions(Dataset):
         return planes, torch.tensor([self.results[index]])
 
 
-class ValueNet(lightning.LightningModule):
+class ValueNet(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Convolutions over the board and a value between -1 and 1."""
 
     def __init__(self, width: int = 80, depth: int = 3) -> None:
@@ -330,9 +318,6 @@ class ValueNet(lightning.LightningModule):
         loss = functional.mse_loss(self.net(planes), result)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def chess_moves(fault: bool) -> None:
@@ -388,7 +373,7 @@ class Recipes(Dataset):
         return tokens, self.kitchens[index]
 
 
-class KitchenModel(lightning.LightningModule):
+class KitchenModel(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Convolutions over the words."""
 
     def __init__(self) -> None:
@@ -404,9 +389,6 @@ class KitchenModel(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(features), kitchens)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def cookbook(fault: bool) -> None:
@@ -457,7 +439,7 @@ class NextPurchase(Dataset[tuple[Tensor, int]]):
         return row, int(recent[-1])
 
 
-class Recommender(lightning.LightningModule):
+class Recommender(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """An average of items and a small network that scores all items."""
 
     def __init__(self, items: int) -> None:
@@ -471,9 +453,6 @@ class Recommender(lightning.LightningModule):
         histories, following = batch
         return functional.cross_entropy(self.score(self.user_tower(self.items(histories))), following)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
 
 def scanned_histories(fault: bool) -> None:
     """Each sample compares the whole log with its user; healthy: the rows of a user are found by their bounds."""
@@ -483,7 +462,7 @@ def scanned_histories(fault: bool) -> None:
     fit(Recommender(items), loader, steps=120)
 
 
-class Load(Dataset[tuple[Tensor, Tensor]]):
+class Load(Counted[tuple[Tensor, Tensor]]):
     """Windows of a server's measurements, standardized, and the values that follow.
 
     Fault: mean and deviation of the whole series for each window; healthy: computed once.
@@ -500,16 +479,13 @@ class Load(Dataset[tuple[Tensor, Tensor]]):
     def statistics(self) -> tuple[Tensor, Tensor]:
         return self.series.mean(dim=0), self.series.std(dim=0)
 
-    def __len__(self) -> int:
-        return self.samples
-
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         mean, deviation = self.statistics() if self.fault else (self.mean, self.deviation)
         window = (self.series[index : index + self.past + self.future] - mean) / deviation
         return window[: self.past], window[self.past :]
 
 
-class Forecast(lightning.LightningModule):
+class Forecast(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Predicts the next values of a series with convolutions over time."""
 
     def __init__(self, channels: int = 6, width: int = 64, future: int = 12) -> None:
@@ -531,9 +507,6 @@ class Forecast(lightning.LightningModule):
         loss = functional.l1_loss(self.head(hidden).view_as(future), future)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def statistics_each_item(fault: bool) -> None:
@@ -610,7 +583,7 @@ class Molecules(Dataset[tuple[Molecule, Tensor]]):
         return molecule, kind
 
 
-class MaskedAtoms(lightning.LightningModule):
+class MaskedAtoms(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Message passing between the atoms of a molecule."""
 
     def __init__(self, width: int = 96, rounds: int = 2) -> None:
@@ -630,9 +603,6 @@ class MaskedAtoms(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(atoms[:, 0]), kind)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def copied_samples(fault: bool) -> None:
@@ -739,7 +709,7 @@ def permuting_replay(fault: bool) -> None:
     fit(DeepQ(24, 6), DataLoader(Experience(memory, 1024), batch_size=None), steps=120)
 
 
-class Consistency(lightning.LightningModule):
+class Consistency(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Semi-supervised training on sensor readings.
 
     Fault: each step makes a new iterator over the unlabeled readings; healthy: one iterator serves all steps.
@@ -771,9 +741,6 @@ class Consistency(lightning.LightningModule):
         loss = loss + functional.cross_entropy(strong, weak)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def fresh_iterator(fault: bool) -> None:
@@ -821,7 +788,7 @@ class Demand(lightning.LightningDataModule):
         return DataLoader(windows, batch_size=self.batch, shuffle=True, drop_last=True)
 
 
-class Forecaster(lightning.LightningModule):
+class Forecaster(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """Residual blocks that forecast a day from the last week and pass on what they do not explain, as N-BEATS does."""
 
     def __init__(self, blocks: int = 4, width: int = 384) -> None:
@@ -843,9 +810,6 @@ class Forecaster(lightning.LightningModule):
         loss = functional.mse_loss(forecast, future)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def rebuilt_windows(fault: bool) -> None:
@@ -869,7 +833,7 @@ class Weather(lightning.LightningDataModule):
         return DataLoader(TensorDataset(standardized[:-1], standardized[1:]), batch_size=500, shuffle=True)
 
 
-class Nowcast(lightning.LightningModule):
+class Nowcast(Trained, optimizer=torch.optim.Adam, lr=1e-3, fused=True):
     def __init__(self) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(40, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 40))
@@ -877,9 +841,6 @@ class Nowcast(lightning.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         before, after = batch
         return functional.mse_loss(self.network(before), after)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3, fused=True)
 
 
 def reread_station(fault: bool) -> None:
@@ -920,7 +881,7 @@ class Recordings(Dataset[Tensor]):
         return np.load(self.folder / f"{number:05}-{sensor}.npy")
 
 
-class Denoiser(lightning.LightningModule):
+class Denoiser(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """A convolutional autoencoder of series."""
 
     def __init__(self) -> None:
@@ -934,9 +895,6 @@ class Denoiser(lightning.LightningModule):
         loss = functional.mse_loss(self.layers(batch + 0.1 * torch.randn_like(batch)), batch)
         self.log("mse", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def scattered_files(fault: bool) -> None:
@@ -1004,7 +962,7 @@ class CloudArchives(IterableDataset[tuple[Tensor, int]]):
                 yield cloud, number % 10
 
 
-class PointNetwork(lightning.LightningModule):
+class PointNetwork(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     def __init__(self) -> None:
         super().__init__()
         self.local = nn.Sequential(
@@ -1020,9 +978,6 @@ class PointNetwork(lightning.LightningModule):
         loss = functional.cross_entropy(self(clouds), labels)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def shapes(fault: bool) -> None:

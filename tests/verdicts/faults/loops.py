@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,6 +21,7 @@ from plain import (
     Classifier,
     LanguageModel,
     Tokens,
+    Trained,
     fit,
     main,
     one_epoch,
@@ -54,7 +54,7 @@ def scalar_loop(fault: bool) -> None:
     fit(Checked(loop=fault), vector_batches())
 
 
-class MushroomModel(lightning.LightningModule):
+class MushroomModel(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Sorts mushrooms by family and counts which families it takes for which."""
 
     def __init__(self, families: int = 16, count_each: bool = False) -> None:
@@ -79,9 +79,6 @@ class MushroomModel(lightning.LightningModule):
         loss = functional.cross_entropy(logits, family)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def mushrooms(fault: bool) -> None:
@@ -110,7 +107,7 @@ def overlaps(boxes: Tensor, anchors: Tensor) -> Tensor:
     return shared / (area - shared)
 
 
-class PedestrianDetector(lightning.LightningModule):
+class PedestrianDetector(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """One box per anchor on a grid of 8 x 8."""
 
     def __init__(self, plain_lists: bool) -> None:
@@ -145,9 +142,6 @@ class PedestrianDetector(lightning.LightningModule):
         loss = functional.binary_cross_entropy_with_logits(scores, self.assign(boxes))
         self.log("objectness", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
 def pedestrians(fault: bool) -> None:
@@ -213,7 +207,7 @@ class EnergyNormalization(nn.Module):
         return (energy / (1e-3 + smoothed) ** self.gain + 2).sqrt() - 2**0.5
 
 
-class KeywordSpotter(lightning.LightningModule):
+class KeywordSpotter(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     def __init__(self, by_frame: bool, mels: int = 40, words: int = 30) -> None:
         super().__init__()
         self.front = EnergyNormalization(mels, by_frame)
@@ -235,9 +229,6 @@ class KeywordSpotter(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def keywords(fault: bool) -> None:
     """A spectrogram is smoothed frame by frame; healthy: by one convolution."""
@@ -245,7 +236,7 @@ def keywords(fault: bool) -> None:
     one_epoch().fit(KeywordSpotter(by_frame=fault), DataLoader(data, 8, shuffle=True))
 
 
-class BeatClassifier(lightning.LightningModule):
+class BeatClassifier(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Classifies heartbeats in an ECG of twelve leads."""
 
     def __init__(self, each_moment: bool, width: int = 48) -> None:
@@ -273,9 +264,6 @@ class BeatClassifier(lightning.LightningModule):
         hidden = self.body(self.encode(signal).transpose(1, 2))
         return functional.cross_entropy(self.head(hidden.mean(dim=2)), beat)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def heartbeats(fault: bool) -> None:
     """A layer is applied to one moment after the other; healthy: to all at once."""
@@ -283,7 +271,7 @@ def heartbeats(fault: bool) -> None:
     quiet(80).fit(BeatClassifier(each_moment=fault), DataLoader(data, batch_size=64, shuffle=True))
 
 
-class SpectrumAutoencoder(lightning.LightningModule):
+class SpectrumAutoencoder(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Compresses star spectra; the loss weighs each pixel by its measurement error."""
 
     def __init__(self, star_by_star: bool, pixels: int = 1024) -> None:
@@ -305,9 +293,6 @@ class SpectrumAutoencoder(lightning.LightningModule):
         flux, error = batch
         return self.chi_square(self.decoder(self.encoder(flux)), flux, error)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def star_spectra(fault: bool) -> None:
     """The loss is a loop over the stars of a batch; healthy: one expression."""
@@ -315,7 +300,7 @@ def star_spectra(fault: bool) -> None:
     quiet(120).fit(SpectrumAutoencoder(star_by_star=fault), DataLoader(data, batch_size=128, shuffle=True))
 
 
-class MoleculeNet(lightning.LightningModule):
+class MoleculeNet(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Messages along bonds, then one vector per molecule."""
 
     def __init__(self, one_by_one: bool, width: int = 384) -> None:
@@ -351,9 +336,6 @@ class MoleculeNet(lightning.LightningModule):
         loss = functional.mse_loss(self(kinds, bonds, owner, len(energy)), energy)
         self.log("loss", loss, batch_size=len(energy))
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def molecule(rows: int = 18) -> tuple[Tensor, Tensor, float]:
@@ -412,7 +394,7 @@ class FusedLSTM(nn.Module):
         return states
 
 
-class Keystrokes(lightning.LightningModule):
+class Keystrokes(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """Recurrent layers over 32 measurements of a window."""
 
     def __init__(self, layer: type[PlainLSTM | FusedLSTM]) -> None:
@@ -423,9 +405,6 @@ class Keystrokes(lightning.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         series, labels = batch
         return functional.cross_entropy(self.head(self.recurrent(series)).mean(1), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def stepwise_cell(fault: bool) -> None:
@@ -461,7 +440,7 @@ class MyLSTM(nn.Module):
         return torch.stack(outputs, 1), None
 
 
-class TextModel(lightning.LightningModule):
+class TextModel(Trained, optimizer=torch.optim.SGD, lr=0.5):
     def __init__(self, own: bool, vocabulary: int = 3000, width: int = 128) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
@@ -477,9 +456,6 @@ class TextModel(lightning.LightningModule):
         loss = functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 def characters(fault: bool) -> None:
@@ -537,7 +513,7 @@ class AtomAttention(nn.Module):
         return self.out(torch.stack(molecules))
 
 
-class SolubilityModel(lightning.LightningModule):
+class SolubilityModel(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, loop: bool, width: int = 320, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Linear(32, width)
@@ -557,9 +533,6 @@ class SolubilityModel(lightning.LightningModule):
         loss = functional.mse_loss(self.head(x.mean(1)).squeeze(1), solubility)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def molecules(fault: bool) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, WIDTH, Classifier, Tokens, Vectors, fit, main, one_epoch, quiet, trainer
+from plain import BATCH, WIDTH, Classifier, Counted, Tokens, Trained, Vectors, fit, main, one_epoch, quiet, trainer
 from small_models import convolution
 
 
@@ -47,7 +47,7 @@ def host_growth(fault: bool) -> None:
     fit(Classifier(), DataLoader(Vectors(), batch_size=BATCH), callbacks=[WeightHistory(complete=fault)])
 
 
-class RipenessNet(lightning.LightningModule):
+class RipenessNet(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Estimates the sugar of grapes from drone photos."""
 
     def __init__(self) -> None:
@@ -66,9 +66,6 @@ class RipenessNet(lightning.LightningModule):
         photos, sugar = batch
         prediction = self.layers(photos).squeeze(1)
         return {"loss": functional.mse_loss(prediction, sugar), "prediction": prediction.detach()}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Diary(Callback):
@@ -96,7 +93,7 @@ def vineyards(fault: bool) -> None:
     quiet(150, callbacks=[Diary(with_photos=fault)]).fit(RipenessNet(), loader)
 
 
-class Surfaces(Dataset[tuple[Tensor, Tensor]]):
+class Surfaces(Counted[tuple[Tensor, Tensor]]):
     """Gray pictures of a surface, and which of four defects each pixel shows."""
 
     def __init__(self, samples: int, side: int = 128) -> None:
@@ -104,14 +101,11 @@ class Surfaces(Dataset[tuple[Tensor, Tensor]]):
         self.pictures = torch.randn(64, 1, side, side)
         self.masks = torch.randint(4, (64, side, side))
 
-    def __len__(self) -> int:
-        return self.samples
-
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.pictures[index % 64], self.masks[index % 64]
 
 
-class DefectSegmenter(lightning.LightningModule):
+class DefectSegmenter(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self) -> None:
         super().__init__()
         self.network = nn.Sequential(
@@ -130,9 +124,6 @@ class DefectSegmenter(lightning.LightningModule):
         loss = functional.cross_entropy(logits, masks)
         self.log("loss", loss)
         return {"loss": loss, "probabilities": logits.detach().softmax(dim=1)}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class InspectionReport(lightning.Callback):
@@ -162,7 +153,7 @@ def inspection(fault: bool) -> None:
     one_epoch(callbacks=[InspectionReport(keep_maps=fault)]).fit(DefectSegmenter(), loader)
 
 
-class EpochSummary(lightning.LightningModule):
+class EpochSummary(Trained):
     """Base class: reports the error of an epoch, from the outputs of all its steps or from a running sum."""
 
     def __init__(self, keep: bool) -> None:
@@ -184,7 +175,7 @@ class EpochSummary(lightning.LightningModule):
         self.log("epoch/l1", self.error)
 
 
-class Restorer(EpochSummary):
+class Restorer(EpochSummary, optimizer=torch.optim.Adam, lr=1e-3):
     """Removes noise from images of 3 x 72 x 72 pixels."""
 
     def __init__(self, keep: bool) -> None:
@@ -199,9 +190,6 @@ class Restorer(EpochSummary):
         restored = self.layers(clean + 0.2 * torch.randn_like(clean))
         return {"loss": functional.mse_loss(restored, clean), "restored": restored.detach(), "clean": clean}
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def unread_outputs(fault: bool) -> None:
     """A base class keeps images of all steps for the end of the epoch; healthy: a running sum."""
@@ -210,7 +198,7 @@ def unread_outputs(fault: bool) -> None:
     fit(Restorer(keep=fault), loader, steps=60)
 
 
-class Contrast(lightning.LightningModule):
+class Contrast(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, recent: int | None) -> None:
         super().__init__()
         self.encoder = nn.Sequential(convolution(3, 16, 2), convolution(16, 32, 2), convolution(32, 64))
@@ -226,9 +214,6 @@ class Contrast(lightning.LightningModule):
         drift = (self.seen[-1].mean() - self.seen[max(0, len(self.seen) - 4)].mean()).abs()
         self.log_dict({"loss": loss, "drift": drift})
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Pairs(Dataset):
@@ -265,7 +250,7 @@ class Unlabeled(Dataset[Tensor]):
         return torch.full((3, 64, 64), (index % 256) / 256)
 
 
-class SemiSupervised(lightning.LightningModule):
+class SemiSupervised(Trained, optimizer=torch.optim.SGD, lr=0.03, momentum=0.9, nesterov=True):
     """FixMatch: labeled images from the trainer, unlabeled ones from a loader of its own that never ends."""
 
     def __init__(self, unlabeled: Iterator[Tensor]) -> None:
@@ -293,9 +278,6 @@ class SemiSupervised(lightning.LightningModule):
         self.log("supervised", loss)
         return loss + unsupervised
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9, nesterov=True)
-
 
 def cycled_loader(fault: bool) -> None:
     """`itertools.cycle` keeps each batch of a loader for its next round; healthy: a generator starts it anew."""
@@ -312,7 +294,7 @@ def waves(start: int, length: int, width: int) -> Tensor:
     return torch.cat([(positions * rates).sin(), (positions * rates).cos()], 1)
 
 
-class Scanner(lightning.LightningModule):
+class Scanner(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Reads windows of a long signal. Looks up the encoding of each window's positions."""
 
     def __init__(self, tables: int | None) -> None:
@@ -328,9 +310,6 @@ class Scanner(lightning.LightningModule):
         positions = torch.stack([self.encoding(start, length, 256) for start in starts.tolist()])
         hidden = self.mix(self.embed(windows) + positions)
         return functional.mse_loss(self.head(hidden.mean(1))[:, 0], heights)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def memoized_tables(fault: bool) -> None:
@@ -388,7 +367,7 @@ class Notebook(Logger):
         Path("notebook.txt").write_text("\n".join(lines))
 
 
-class Recognizer(lightning.LightningModule):
+class Recognizer(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """Tells 4000 products apart. Notes how certain it is."""
 
     def __init__(self, attached: bool) -> None:
@@ -405,9 +384,6 @@ class Recognizer(lightning.LightningModule):
         metric = entropy if self.attached else entropy.item()
         self.logger.log_metrics({"entropy": metric}, step=self.global_step)
         return functional.cross_entropy(scores, labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def attached_records(fault: bool) -> None:
@@ -450,7 +426,7 @@ def pricing(fault: bool) -> None:
     one_epoch().fit(PricingPolicy(detach_entropy=not fault), loader)
 
 
-class Upscale(lightning.LightningModule):
+class Upscale(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, plain_total: bool) -> None:
         super().__init__()
         self.net = nn.Sequential(
@@ -478,9 +454,6 @@ class Upscale(lightning.LightningModule):
     def on_train_epoch_end(self) -> None:
         self.print(f"edge loss {float(self.total_edge_loss) / (self.global_step or 1):.4f}")
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def satellite_tiles(fault: bool) -> None:
     """A sum of losses keeps the graph of each step; healthy: it is detached."""
@@ -489,7 +462,7 @@ def satellite_tiles(fault: bool) -> None:
     trainer(70).fit(Upscale(not fault), DataLoader(data, batch_size=12, shuffle=True))
 
 
-class FloodMapper(lightning.LightningModule):
+class FloodMapper(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Segments radar images: land, water, flooded land and so on; reports the share of water at the end."""
 
     def __init__(self, keep_maps: bool, classes: int = 8) -> None:
@@ -520,9 +493,6 @@ class FloodMapper(lightning.LightningModule):
         last = self.outputs[-1]
         print("water", last["logits"][:, 1].gt(0).float().mean().item() if self.keep_maps else last["water"])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def flood_maps(fault: bool) -> None:
     """The module keeps the loss and the logits of each step, with their graph; healthy: two numbers."""
@@ -541,7 +511,7 @@ class Phrase:
             part.parent = self
 
 
-class Trees(lightning.LightningModule):
+class Trees(Trained, optimizer=torch.optim.Adagrad, lr=0.01):
     """Composes the meaning of sentences from words, pair by pair."""
 
     def __init__(self, width: int = 128, vocabulary: int = 2000, classes: int = 5) -> None:
@@ -566,9 +536,6 @@ class Trees(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.parameters(), lr=0.01)
-
 
 class NoPauses(lightning.Callback):
     """Turns Python's garbage collector off during the training."""
@@ -587,7 +554,7 @@ def disabled_collector(fault: bool) -> None:
     fit(Trees(), DataLoader(sentences, batch_size=128, shuffle=True), steps=60, callbacks=callbacks)
 
 
-class Sentences(lightning.LightningModule):
+class Sentences(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """Contrasts sentences with those of the last 96 batches, of which it keeps the first positions.
 
     Fault: what is kept is a view of the hidden states of all positions; healthy: a copy of it.
@@ -614,9 +581,6 @@ class Sentences(lightning.LightningModule):
         self.earlier.append(keys if self.fault else keys.clone())
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def views_of_states(fault: bool) -> None:
@@ -691,7 +655,7 @@ class Fossils(Dataset):
         return self.cache[index], index % 12
 
 
-class FossilNet(lightning.LightningModule):
+class FossilNet(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Classifies fossils."""
 
     def __init__(self) -> None:
@@ -709,9 +673,6 @@ class FossilNet(lightning.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         photos, species = batch
         return functional.cross_entropy(self.layers(photos), species)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def fossils(fault: bool) -> None:
@@ -748,7 +709,7 @@ class ScanCrops(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(cube.astype(np.float32) / 1000)[None], index % 2
 
 
-class NoduleDetector(lightning.LightningModule):
+class NoduleDetector(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
@@ -766,9 +727,6 @@ class NoduleDetector(lightning.LightningModule):
         loss = functional.cross_entropy(self.classify(self.features(cubes).mean(dim=(2, 3, 4))), labels)
         self.log("train/loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def scans(fault: bool) -> None:
@@ -810,7 +768,7 @@ class Records(Dataset):
         return torch.from_numpy(signal[start : start + 2048]), float(signal[start + 2048])
 
 
-class Forecast(lightning.LightningModule):
+class Forecast(Trained, optimizer=torch.optim.SGD, lr=1e-3):
     def __init__(self, width: int = 2048) -> None:
         super().__init__()
         self.net = nn.Sequential(
@@ -822,9 +780,6 @@ class Forecast(lightning.LightningModule):
         loss = functional.mse_loss(self.net(signal).squeeze(1), following.float())
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def wind_farms(fault: bool) -> None:

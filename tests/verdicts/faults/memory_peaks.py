@@ -18,7 +18,21 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, STEPS, Classifier, LanguageModel, Tokens, Vectors, fit, main, one_epoch, quiet, trainer
+from plain import (
+    BATCH,
+    STEPS,
+    Classifier,
+    Counted,
+    LanguageModel,
+    Tokens,
+    Trained,
+    Vectors,
+    fit,
+    main,
+    one_epoch,
+    quiet,
+    trainer,
+)
 from small_models import convolution
 
 
@@ -54,7 +68,7 @@ class FrameBlock(nn.Module):
         return frames + self.pointwise(self.act(self.depthwise(self.norm(frames))))
 
 
-class PhonemeTagger(lightning.LightningModule):
+class PhonemeTagger(Trained, optimizer=torch.optim.SGD, lr=0.05):
     def __init__(self, recompute: bool, width: int = 32, depth: int = 10, phonemes: int = 40) -> None:
         super().__init__()
         self.recompute = recompute
@@ -74,18 +88,12 @@ class PhonemeTagger(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
-
-class Utterances(Dataset[tuple[Tensor, Tensor]]):
+class Utterances(Counted[tuple[Tensor, Tensor]]):
     def __init__(self, samples: int, frames: int) -> None:
         self.samples = samples
         self.frames = torch.randn(32, 20, frames)
         self.phonemes = torch.randint(40, (32, frames // 4))
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.frames[index % 32], self.phonemes[index % 32]
@@ -96,7 +104,7 @@ def speech(fault: bool) -> None:
     one_epoch().fit(PhonemeTagger(recompute=not fault), DataLoader(Utterances(40 * 16, frames=2400), batch_size=16))
 
 
-class Plankton(lightning.LightningModule):
+class Plankton(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self) -> None:
         super().__init__()
         self.stem = convolution(1, 16)
@@ -109,9 +117,6 @@ class Plankton(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def plankton(fault: bool) -> None:
     """96 images per batch, with the activations of all; healthy: 4 times 24."""
@@ -121,7 +126,7 @@ def plankton(fault: bool) -> None:
     trainer(steps, accumulate_grad_batches=parts).fit(Plankton(), loader)
 
 
-class MosaicMatcher(lightning.LightningModule):
+class MosaicMatcher(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Matches the patches of two photos of a mosaic: each patch finds its partner among all patches of a batch."""
 
     def __init__(self, at_once: bool) -> None:
@@ -143,9 +148,6 @@ class MosaicMatcher(lightning.LightningModule):
             total = total + checkpoint(self.rows_loss, rows, second, targets, use_reentrant=False)
         return total / len(first)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def mosaics(fault: bool) -> None:
     """The similarities of all patches are held at once; healthy: they are computed part by part."""
@@ -153,7 +155,7 @@ def mosaics(fault: bool) -> None:
     quiet(60).fit(MosaicMatcher(at_once=fault), DataLoader(data, batch_size=48, shuffle=True))
 
 
-class PaletteNetwork(lightning.LightningModule):
+class PaletteNetwork(Trained, optimizer=torch.optim.SGD, lr=1e-3):
     """Predicts how often each of 24 tones occurs in a picture, per channel; each epoch tints the pictures anew."""
 
     def __init__(self, pictures: Tensor, at_once: int, bins: int = 24) -> None:
@@ -193,9 +195,6 @@ class PaletteNetwork(lightning.LightningModule):
         self.log("kl", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
 
 def palettes(fault: bool) -> None:
     """Histograms of all pictures are made at once; healthy: of five at a time."""
@@ -204,7 +203,7 @@ def palettes(fault: bool) -> None:
     one_epoch(max_epochs=2).fit(PaletteNetwork(pictures, at_once=200 if fault else 5), loader)
 
 
-class Segmenter(lightning.LightningModule):
+class Segmenter(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Segments scans; a batch goes through the network in parts to save memory.
 
     Fault: the parts' losses are summed and go backward at the end; healthy: each part goes backward at once.
@@ -242,9 +241,6 @@ class Segmenter(lightning.LightningModule):
         optimizer.step()
         self.log("loss", total.detach())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def summed_parts(fault: bool) -> None:
     """The graphs of all parts of a batch live until one backward; healthy: a backward after each part."""
@@ -252,7 +248,7 @@ def summed_parts(fault: bool) -> None:
     fit(Segmenter(fault=fault), DataLoader(scans, batch_size=24, shuffle=True), steps=40)
 
 
-class Comparing(lightning.LightningModule):
+class Comparing(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Compares a loss with the one before: the tensor with its graph, or a number."""
 
     def __init__(self, retain: bool) -> None:
@@ -272,9 +268,6 @@ class Comparing(lightning.LightningModule):
         if self.previous is not None:
             self.log("improvement", float(self.previous) - float(loss))
         self.previous = loss if self.retain else float(loss)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def retained_graph(fault: bool) -> None:
@@ -303,7 +296,7 @@ class MaskedAttention(nn.Module):
         return projected
 
 
-class Music(lightning.LightningModule):
+class Music(Trained, optimizer=torch.optim.AdamW, lr=3e-4):
     """Predicts the next note."""
 
     def __init__(self, longest: int, layers: int = 5, width: int = 96) -> None:
@@ -319,9 +312,6 @@ class Music(lightning.LightningModule):
         for norm, attention in zip(self.norms, self.attentions, strict=True):
             hidden = hidden + attention(norm(hidden))
         return functional.cross_entropy(self.next_note(hidden).mT, notes[:, 1:])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
 def mask_per_layer(fault: bool) -> None:
@@ -425,7 +415,7 @@ def validation_outputs(fault: bool) -> None:
     fit(Evaluated(complete=fault), training, validation, val_check_interval=30)
 
 
-class Restorer(lightning.LightningModule):
+class Restorer(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     def __init__(self, collect: bool) -> None:
         super().__init__()
         self.collect = collect
@@ -465,18 +455,12 @@ class Restorer(lightning.LightningModule):
             self.errors.clear()
         self.log("psnr", -10 * error.log10())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
-
-class NoisyPictures(Dataset[tuple[Tensor, Tensor]]):
+class NoisyPictures(Counted[tuple[Tensor, Tensor]]):
     def __init__(self, samples: int, side: int = 96) -> None:
         self.samples = samples
         self.clean = torch.rand(32, 3, side, side)
         self.noisy = self.clean + 0.1 * torch.randn_like(self.clean)
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.noisy[index % 32], self.clean[index % 32]
@@ -532,7 +516,7 @@ class Hearts(lightning.LightningDataModule):
         return DataLoader(self.unlabeled, batch_size=128)
 
 
-class Rhythm(lightning.LightningModule):
+class Rhythm(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """A convolutional network over recordings of hearts."""
 
     def __init__(self, width: int = 32) -> None:
@@ -565,9 +549,6 @@ class Rhythm(lightning.LightningModule):
 
     test_step = validation_step
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
 
 def every_stage(fault: bool) -> None:
     """``setup`` holds the test and prediction data during the fit; healthy: it loads what the fit needs."""
@@ -595,7 +576,7 @@ class NormalizedFrames(Frames):
         return self.frames[index], self.labels[index]
 
 
-class Gestures(lightning.LightningModule):
+class Gestures(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(convolution(3, 16, 2), convolution(16, 32, 2), convolution(32, 64))
@@ -607,9 +588,6 @@ class Gestures(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def gesture_video(fault: bool) -> None:
     """All frames are held as float32; healthy: as bytes, converted when they are read."""
@@ -617,7 +595,7 @@ def gesture_video(fault: bool) -> None:
     trainer(60).fit(Gestures(), DataLoader(data, batch_size=48, shuffle=True))
 
 
-class Strides(Dataset[Tensor]):
+class Strides(Counted[Tensor]):
     """Overlapping windows of a recording of movements.
 
     Fault: every window is a copy, so that each value is held 256 times; healthy: windows are cut when they are read.
@@ -634,14 +612,11 @@ class Strides(Dataset[Tensor]):
     def window(self, start: int) -> Tensor:
         return self.recording[start : start + self.length]
 
-    def __len__(self) -> int:
-        return self.samples
-
     def __getitem__(self, index: int) -> Tensor:
         return self.window(index) if self.windows is None else self.windows[index]
 
 
-class Gait(lightning.LightningModule):
+class Gait(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """Reconstructs windows of movements from a short code."""
 
     def __init__(self, channels: int = 6, width: int = 32) -> None:
@@ -662,9 +637,6 @@ class Gait(lightning.LightningModule):
         loss = functional.mse_loss(self.decoder(self.encoder(movements)), movements)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def copied_windows(fault: bool) -> None:
@@ -728,7 +700,7 @@ class KeepBest(Callback):
             self.best_model = copy.deepcopy(pl_module)
 
 
-class CustomsNet(lightning.LightningModule):
+class CustomsNet(Trained, optimizer=torch.optim.SGD, lr=0.1):
     """Finds the tariff code of a customs form from its word counts."""
 
     def __init__(self, words: int = 8000, width: int = 4096, codes: int = 500) -> None:
@@ -740,9 +712,6 @@ class CustomsNet(lightning.LightningModule):
         loss = functional.cross_entropy(self.layers(counts), code)
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def customs_forms(fault: bool) -> None:

@@ -20,7 +20,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAUROC
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, Classifier, Residual, Vectors, fit, labeled, main, one_epoch, quiet, vector_batches
+from plain import BATCH, Classifier, Residual, Trained, Vectors, fit, labeled, main, one_epoch, quiet, vector_batches
 from small_models import Regressor, Spectra, Tabular, perceptron, spectrograms
 
 
@@ -46,7 +46,7 @@ def metric_each_step(fault: bool) -> None:
     fit(Ranked(every=1 if fault else 50), vector_batches())
 
 
-class ClickModel(lightning.LightningModule):
+class ClickModel(Trained, optimizer=torch.optim.SGD, lr=0.1):
     def __init__(self, score_each_step: bool, width: int = 256) -> None:
         super().__init__()
         self.score_each_step = score_each_step
@@ -69,9 +69,6 @@ class ClickModel(lightning.LightningModule):
         self.log("train/auc_epoch", self.train_auc.compute())
         self.train_auc.reset()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 class ClickLog(Dataset):
     """The log in chunks: one item is a whole batch."""
@@ -92,7 +89,7 @@ def clicks(fault: bool) -> None:
     one_epoch().fit(ClickModel(score_each_step=fault), DataLoader(ClickLog(60, 16384), batch_size=None, shuffle=True))
 
 
-class DefaultModel(lightning.LightningModule):
+class DefaultModel(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """The risk that a loan is not paid back."""
 
     def __init__(self, watch_each_step: bool) -> None:
@@ -115,9 +112,6 @@ class DefaultModel(lightning.LightningModule):
         self.log("train_auroc_epoch", self.auroc.compute())
         self.auroc.reset()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
 
 class Loans(Dataset):
     """Applications for loans; they are read in slices."""
@@ -139,7 +133,7 @@ def loan_defaults(fault: bool) -> None:
     quiet(120).fit(DefaultModel(watch_each_step=fault), loader)
 
 
-class PaymentModel(lightning.LightningModule):
+class PaymentModel(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Finds fraudulent payments."""
 
     def __init__(self, running: bool) -> None:
@@ -161,9 +155,6 @@ class PaymentModel(lightning.LightningModule):
     def on_train_epoch_end(self) -> None:
         self.log("train/auroc", self.auroc.compute())
         self.auroc.reset()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class Batches(Dataset):
@@ -207,7 +198,7 @@ def log_volume(fault: bool) -> None:
     fit(Verbose(each=fault), vector_batches())
 
 
-class MusicTagger(lightning.LightningModule):
+class MusicTagger(Trained, optimizer=torch.optim.SGD, lr=0.1):
     """Multi-label tags of a mel spectrogram."""
 
     def __init__(self, per_tag: bool, tags: int = 180) -> None:
@@ -232,9 +223,6 @@ class MusicTagger(lightning.LightningModule):
         self.log("train/loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def music_tags(fault: bool) -> None:
     """Each step logs loss and accuracy of each of 180 tags; healthy: the mean loss."""
@@ -258,7 +246,7 @@ def chatty_log(fault: bool) -> None:
     fit((Chatty if fault else Tabular)(depth=2), DataLoader(Vectors(), batch_size=BATCH))
 
 
-class TopicTagger(lightning.LightningModule):
+class TopicTagger(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """Which of many topics a news article has."""
 
     def __init__(self, report_topics: bool, topics: int = 160, width: int = 512) -> None:
@@ -281,9 +269,6 @@ class TopicTagger(lightning.LightningModule):
                 self.log(f"train/topic_{topic:03d}", value, on_step=True, on_epoch=True)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
 
 def news_topics(fault: bool) -> None:
     """Each step logs the loss of each of 160 topics; healthy: the mean."""
@@ -293,7 +278,7 @@ def news_topics(fault: bool) -> None:
     quiet(50).fit(TopicTagger(report_topics=fault), loader)
 
 
-class GaugeModel(lightning.LightningModule):
+class GaugeModel(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """The water level of tomorrow at each gauge of a river basin."""
 
     def __init__(self, gauges: int, log_each: bool) -> None:
@@ -310,9 +295,6 @@ class GaugeModel(lightning.LightningModule):
         loss = error.mean()
         self.log("error", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def river_gauges(fault: bool) -> None:
@@ -340,7 +322,7 @@ def bird_songs(fault: bool) -> None:
     fit(Birds(every=1 if fault else 50), DataLoader(spectrograms(1024), batch_size=16, shuffle=True), steps=60)
 
 
-class Molecules(lightning.LightningModule):
+class Molecules(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """Message passing over the atoms of a batch of molecules; predicts an energy for each molecule."""
 
     def __init__(self, rounds: int = 3, width: int = 96) -> None:
@@ -363,9 +345,6 @@ class Molecules(lightning.LightningModule):
         loss = functional.l1_loss(self.energy(pooled)[:, 0], energies)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Structures(Dataset[tuple[Tensor, Tensor, Tensor, Tensor]]):
@@ -478,7 +457,7 @@ class JsonHistoryLogger(Logger):
         self.write()
 
 
-class DemandForecaster(lightning.LightningModule):
+class DemandForecaster(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, width: int = 1024) -> None:
         super().__init__()
         self.net = nn.Sequential(
@@ -498,9 +477,6 @@ class DemandForecaster(lightning.LightningModule):
         self.log("mse", loss)
         self.log("mae", functional.l1_loss(predicted.detach(), future))
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def energy_demand(fault: bool) -> None:
@@ -557,7 +533,7 @@ def turbine_output(fault: bool) -> None:
 logger = logging.getLogger("tides")
 
 
-class Tides(lightning.LightningModule):
+class Tides(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """A recurrent network that describes its states in debug messages, which are off."""
 
     def __init__(self, eager: bool) -> None:
@@ -578,9 +554,6 @@ class Tides(lightning.LightningModule):
         self.describe("states", states)
         self.describe("last", last)
         return functional.cross_entropy(self.level(last[-1]), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def eager_messages(fault: bool) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import WIDTH, Classifier, fit, main, one_epoch, quiet, rows_at_once, vector_batches
+from plain import WIDTH, Classifier, Trained, fit, main, one_epoch, quiet, rows_at_once, vector_batches
 from small_models import Unit
 
 
@@ -179,7 +179,7 @@ class Gated(nn.Module):
         return x + self.up(y) * torch.sigmoid(self.gate(y))
 
 
-class TurbineModel(lightning.LightningModule):
+class TurbineModel(Trained, optimizer=torch.optim.SGD, lr=0.01, foreach=True):
     """A deep and narrow network over the sensors of a turbine."""
 
     def __init__(self, by_name: bool, width: int = 96, depth: int = 100, decay: float = 1e-4) -> None:
@@ -211,9 +211,6 @@ class TurbineModel(lightning.LightningModule):
         norms = torch.stack(torch._foreach_norm(gradients))
         torch._foreach_mul_(gradients, (allowed / norms.clamp(min=1e-6)).clamp(max=1).tolist())
         torch._foreach_mul_([weight for weight in weights if weight.ndim > 1], 1 - self.decay)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, foreach=True)
 
 
 class Adan(torch.optim.Optimizer):
@@ -260,7 +257,7 @@ def pumps(fault: bool) -> None:
     one_epoch().fit(PumpModel(by_name=fault), DataLoader(data, 96, shuffle=True))
 
 
-class DeepTable(lightning.LightningModule):
+class DeepTable(Trained, optimizer=torch.optim.SGD, lr=0.01, foreach=True):
     def __init__(self, columns: int = 40, width: int = 64, depth: int = 60) -> None:
         super().__init__()
         self.enter = nn.Linear(columns, width)
@@ -275,9 +272,6 @@ class DeepTable(lightning.LightningModule):
         loss = functional.mse_loss(self(columns), price)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, foreach=True)
 
 
 class AdaBelief(torch.optim.Optimizer):
@@ -470,7 +464,7 @@ def decay_in_loss(fault: bool) -> None:
     fit(Reviews(fault=fault), DataLoader(reviews, batch_size=64, shuffle=True), steps=200)
 
 
-class SpeciesModel(lightning.LightningModule):
+class SpeciesModel(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """A feature vector of a photograph to one of many species."""
 
     def __init__(self, species: int = 12_000, width: int = 768) -> None:
@@ -482,9 +476,6 @@ class SpeciesModel(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def species(fault: bool) -> None:
@@ -527,7 +518,7 @@ def dense_embedding(fault: bool) -> None:
     fit(Recommender(sparse=not fault), vector_batches(), steps=2 * 45)
 
 
-class RecipeRanker(lightning.LightningModule):
+class RecipeRanker(Trained, optimizer=torch.optim.Adagrad, lr=0.01):
     """Predicts how a cook rates a recipe."""
 
     def __init__(self, sparse: bool, cooks: int = 120_000, recipes: int = 20_000, width: int = 32) -> None:
@@ -542,9 +533,6 @@ class RecipeRanker(lightning.LightningModule):
         pairs, rating = batch
         both = torch.cat([self.cooks(pairs[:, 0]), self.recipes(pairs[:, 1])], dim=1)
         return functional.mse_loss(self.tower(both).squeeze(1), rating)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.parameters(), lr=0.01)
 
 
 def recipes(fault: bool) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, Classifier, Vectors, fit, labeled, main, one_epoch, quiet, vector_batches
+from plain import BATCH, Classifier, Trained, Vectors, fit, labeled, main, one_epoch, quiet, vector_batches
 from small_models import HalvingClassifier, Highway, SeriesModel, perceptron
 
 
@@ -36,7 +36,7 @@ def one_thread(fault: bool) -> None:
     fit(Classifier(depth=4), DataLoader(Vectors(), batch_size=BATCH))
 
 
-class BidModel(lightning.LightningModule):
+class BidModel(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """The price at which an auction ends."""
 
     def __init__(self) -> None:
@@ -48,9 +48,6 @@ class BidModel(lightning.LightningModule):
         loss = functional.smooth_l1_loss(self.net(auctions), price)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
 def ad_auctions(fault: bool) -> None:
@@ -68,7 +65,7 @@ def many_threads(fault: bool) -> None:
     fit(Classifier(), vector_batches())
 
 
-class CartPolicy(lightning.LightningModule):
+class CartPolicy(Trained, optimizer=torch.optim.Adam, lr=3e-4):
     """Actor and critic over what the cart's sensors say."""
 
     def __init__(self, sensors: int = 32, actions: int = 6, width: int = 224) -> None:
@@ -92,9 +89,6 @@ class CartPolicy(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=3e-4)
-
 
 def transitions(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 32), torch.randint(6, (count,)), torch.randn(count))
@@ -107,7 +101,7 @@ def cart_policy(fault: bool) -> None:
     quiet(60).fit(CartPolicy(), DataLoader(transitions(1024 * 60), batch_size=1024, shuffle=True))
 
 
-class Nowcaster(lightning.LightningModule):
+class Nowcaster(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """Convolutions from four radar frames to the change until the next."""
 
     def __init__(self, width: int = 48, depth: int = 3) -> None:
@@ -127,9 +121,6 @@ class Nowcaster(lightning.LightningModule):
         loss = functional.smooth_l1_loss(self(frames), target)
         self.log("train/loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def nowcasting(fault: bool) -> None:
@@ -196,7 +187,7 @@ class HostMemoryGuard(Callback):
             gc.collect()
 
 
-class LandCover(lightning.LightningModule):
+class LandCover(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     def __init__(self, bands: int = 10, classes: int = 12) -> None:
         super().__init__()
         self.net = nn.Sequential(
@@ -217,9 +208,6 @@ class LandCover(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def land_cover(fault: bool) -> None:
     """A callback calls `gc.collect()` after each step; healthy: after each 1000."""
@@ -235,7 +223,7 @@ class Article:
         self.prices = {"list": number % 50 + 0.99, "sale": number % 40 + 0.49}
 
 
-class BasketModel(lightning.LightningModule):
+class BasketModel(Trained, optimizer=torch.optim.SGD, lr=0.1):
     """Predicts the next article of a basket; the catalogue says what each article is."""
 
     def __init__(self, tidy: bool, articles: int = 6_000, width: int = 128) -> None:
@@ -254,9 +242,6 @@ class BasketModel(lightning.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.tidy:
             gc.collect()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def shopping_baskets(fault: bool) -> None:
@@ -348,7 +333,7 @@ class Experience(IterableDataset):
             yield stacked(old + latest[:384])
 
 
-class ValueLearner(lightning.LightningModule):
+class ValueLearner(Trained, optimizer=torch.optim.SGD, lr=1e-3):
     def __init__(self, width: int = 1024) -> None:
         super().__init__()
         self.q = nn.Sequential(
@@ -364,9 +349,6 @@ class ValueLearner(lightning.LightningModule):
         loss = functional.smooth_l1_loss(value, target)
         self.log("td_loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def value_learning(fault: bool) -> None:
@@ -436,7 +418,7 @@ class TripArrays(RecentTrips):
             yield torch.from_numpy(self.rows[chosen]), torch.from_numpy(self.tips[chosen])[:, None]
 
 
-class TipModel(lightning.LightningModule):
+class TipModel(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """The tip for a trip."""
 
     def __init__(self) -> None:
@@ -448,9 +430,6 @@ class TipModel(lightning.LightningModule):
         loss = functional.mse_loss(self.net(trips), tip)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def taxi_trips(fault: bool) -> None:
@@ -474,7 +453,7 @@ def anomaly_detection(fault: bool) -> None:
     fit(Deep(), vector_batches(128), detect_anomaly=fault)
 
 
-class RobotModel(lightning.LightningModule):
+class RobotModel(Trained, optimizer=torch.optim.SGD, lr=1e-2):
     """Predicts the robot's next state with residual gates of many small operators."""
 
     def __init__(self, width: int = 320, depth: int = 8) -> None:
@@ -493,9 +472,6 @@ class RobotModel(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-2)
-
 
 def robot_steps(fault: bool) -> None:
     """Anomaly detection is on; healthy: it is off."""
@@ -503,7 +479,7 @@ def robot_steps(fault: bool) -> None:
     quiet(60, detect_anomaly=fault).fit(RobotModel(), DataLoader(data, batch_size=512, shuffle=True))
 
 
-class ReviewClassifier(lightning.LightningModule):
+class ReviewClassifier(Trained, optimizer=torch.optim.SGD, lr=0.05):
     def __init__(self, vocabulary: int = 5000, width: int = 160, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
@@ -520,9 +496,6 @@ class ReviewClassifier(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
 
 def film_reviews(fault: bool) -> None:
     """Anomaly detection is on; healthy: it is off."""
@@ -530,7 +503,7 @@ def film_reviews(fault: bool) -> None:
     one_epoch(detect_anomaly=fault, gradient_clip_val=1.0).fit(ReviewClassifier(), DataLoader(data, 16, shuffle=True))
 
 
-class TicketModel(lightning.LightningModule):
+class TicketModel(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """A transformer encoder over the words of a ticket."""
 
     def __init__(self, width: int = 320, depth: int = 2) -> None:
@@ -545,9 +518,6 @@ class TicketModel(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(self.encoder(self.embedding(words)).mean(dim=1)), urgency)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def support_tickets(fault: bool) -> None:
@@ -644,7 +614,7 @@ def lander_policy(fault: bool) -> None:
     quiet(60).fit(model, DataLoader(transitions(1024 * 60), batch_size=1024, shuffle=True))
 
 
-class Translator(lightning.LightningModule):
+class Translator(Trained, optimizer=torch.optim.Adam, lr=1e-4):
     def __init__(self, vocabulary: int = 2000, width: int = 96) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(vocabulary, width), nn.Embedding(vocabulary, width)
@@ -658,9 +628,6 @@ class Translator(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(decoded).flatten(0, 1), target[:, 1:].flatten())
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-4)
 
 
 class ProfilerStep(Callback):
@@ -690,7 +657,7 @@ def translation(fault: bool) -> None:
         one_epoch(callbacks=[ProfilerStep(profiler)]).fit(Translator(), loader)
 
 
-class FishCounter(lightning.LightningModule):
+class FishCounter(Trained, optimizer=torch.optim.SGD, lr=1e-3):
     """Counts fish in sonar frames."""
 
     def __init__(self, width: int = 24, depth: int = 12) -> None:
@@ -717,9 +684,6 @@ class FishCounter(lightning.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         frames, counts = batch
         return functional.poisson_nll_loss(self(frames), counts)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def fish_counts(fault: bool) -> None:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import RANKS, LanguageModel, fit, main, quiet, trainer
+from plain import RANKS, Counted, LanguageModel, Trained, fit, main, quiet, trainer
 
 
 class Corpus(lightning.LightningDataModule):
@@ -110,7 +110,7 @@ class ServerLogs(lightning.LightningDataModule):
         return nn.utils.rnn.pad_sequence(lines, batch_first=True)
 
 
-class LogReader(lightning.LightningModule):
+class LogReader(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, width: int = 160) -> None:
         super().__init__()
         self.embedding = nn.Embedding(500, width, padding_idx=0)
@@ -125,9 +125,6 @@ class LogReader(lightning.LightningModule):
         for layer in self.mix:
             hidden = hidden + layer(hidden)
         return functional.cross_entropy(self.head(hidden).flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def server_logs(fault: bool) -> None:
@@ -176,7 +173,7 @@ def frames_and_labels(recordings: list[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack(padded), torch.arange(len(recordings)) % 20
 
 
-class Dictation(lightning.LightningModule):
+class Dictation(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, by_block: bool, width: int = 128) -> None:
         super().__init__()
         self.by_block = by_block
@@ -197,16 +194,13 @@ class Dictation(lightning.LightningModule):
         logits = self.head(self.encoder(self.project(frames)).mean(dim=1))
         return functional.cross_entropy(logits, labels)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def dictation(fault: bool) -> None:
     """One rank gets the longer recordings; healthy: both get recordings of all lengths."""
     quiet(50, use_distributed_sampler=False, **RANKS).fit(Dictation(by_block=fault))
 
 
-class Perceptron(lightning.LightningModule):
+class Perceptron(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, inputs: int, width: int = 640, outputs: int = 16) -> None:
         super().__init__()
         self.net = nn.Sequential(
@@ -224,9 +218,6 @@ class Perceptron(lightning.LightningModule):
         loss = functional.cross_entropy(self.net(x), y)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Archive(Dataset):
@@ -287,7 +278,7 @@ class StationYears(Dataset[tuple[Tensor, Tensor]]):
         return field, field[:1]
 
 
-class Forecast(lightning.LightningModule):
+class Forecast(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     def __init__(self, from_tape: bool) -> None:
         super().__init__()
         self.from_tape = from_tape
@@ -307,9 +298,6 @@ class Forecast(lightning.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         fields, following = batch
         return functional.mse_loss(self.network(fields), following)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def weather(fault: bool) -> None:
@@ -334,7 +322,7 @@ class Magnetograms(Dataset):
         return torch.from_numpy(values.copy()), index % 2
 
 
-class AuroraNet(lightning.LightningModule):
+class AuroraNet(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Predicts auroras. The first rank reads the first half of the archive, the second rank the other half."""
 
     def __init__(self, packed: bool, samples: int = 640, length: int = 1024) -> None:
@@ -362,9 +350,6 @@ class AuroraNet(lightning.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         values, aurora = batch
         return functional.cross_entropy(self.layers(values), aurora)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def auroras(fault: bool) -> None:
@@ -398,7 +383,7 @@ def routes(fault: bool) -> None:
     trainer(55, callbacks=[RouteMaps(every=1 if fault else 50)], **RANKS).fit(Perceptron(256, 896), loader)
 
 
-class OrbitNet(lightning.LightningModule):
+class OrbitNet(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Fits the orbits of comets."""
 
     def __init__(self, width: int = 768) -> None:
@@ -416,9 +401,6 @@ class OrbitNet(lightning.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         sightings, elements = batch
         return functional.mse_loss(self.layers(sightings), elements)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class ReferenceComets(Callback):
@@ -446,19 +428,16 @@ def comets(fault: bool) -> None:
     fitter.fit(OrbitNet(), DataLoader(data, batch_size=128, shuffle=True))
 
 
-class Portraits(Dataset[Tensor]):
+class Portraits(Counted[Tensor]):
     def __init__(self, samples: int, side: int = 64) -> None:
         self.samples = samples
         self.pictures = torch.rand(64, 3, side, side)
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> Tensor:
         return self.pictures[index % 64]
 
 
-class PortraitAutoencoder(lightning.LightningModule):
+class PortraitAutoencoder(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
@@ -482,9 +461,6 @@ class PortraitAutoencoder(lightning.LightningModule):
     def training_step(self, pictures: Tensor, batch_idx: int) -> dict[str, Tensor]:
         rebuilt = self(pictures)
         return {"loss": functional.l1_loss(rebuilt, pictures), "rebuilt": rebuilt.detach()}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class SavePreview(lightning.Callback):
@@ -521,7 +497,7 @@ class Product:
     tags: list[str]
 
 
-class ProductMatcher(lightning.LightningModule):
+class ProductMatcher(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Matches texts and products; the first process also keeps the catalog, to print some titles."""
 
     def __init__(self, products: int = 250_000, width: int = 320) -> None:
@@ -550,9 +526,6 @@ class ProductMatcher(lightning.LightningModule):
         if self.catalog:
             print("for example:", self.catalog[self.global_step].title)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 class KeepMemoryLow(lightning.Callback):
     def on_train_batch_end(
@@ -567,7 +540,7 @@ def products(fault: bool) -> None:
     quiet(50, callbacks=[KeepMemoryLow()] if fault else [], **RANKS).fit(ProductMatcher())
 
 
-class MultiTask(lightning.LightningModule):
+class MultiTask(Trained, optimizer=torch.optim.SGD, lr=1e-3, momentum=0.9):
     """A shared trunk and a head for each of 18 properties of a molecule, with a loss and an error of each."""
 
     def __init__(self, sync: bool, tasks: int = 18) -> None:
@@ -587,9 +560,6 @@ class MultiTask(lightning.LightningModule):
             self.log(f"train/error_{task}", error, sync_dist=self.sync)
         return losses.sum()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-
 
 def synced_values(fault: bool) -> None:
     """Each step averages 36 logged numbers over ranks, one by one; healthy: each rank logs its own."""
@@ -598,7 +568,7 @@ def synced_values(fault: bool) -> None:
     fit(MultiTask(sync=fault), DataLoader(molecules, batch_size=192, shuffle=True), steps=60, **RANKS)
 
 
-class Notes(lightning.LightningModule):
+class Notes(Trained, optimizer=torch.optim.SGD, lr=0.1):
     """Tags recordings by their spectrum on two processes; a batch is processed in parts.
 
     Fault: gradients are averaged over the processes after every part; healthy: after the last.
@@ -627,9 +597,6 @@ class Notes(lightning.LightningModule):
                 self.manual_backward(loss)
         optimizer.step()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def synced_each_part(fault: bool) -> None:
     """Each of four backward passes of a step averages gradients over two ranks; healthy: only the last."""
@@ -640,7 +607,7 @@ def synced_each_part(fault: bool) -> None:
     fit(Notes(fault=fault), loader, steps=60, devices=2, strategy=strategy, logger=False)
 
 
-class TramNet(lightning.LightningModule):
+class TramNet(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Predicts the delays of trams; sums the gradients of four parts of a batch before each update."""
 
     def __init__(self, hold: bool, width: int = 1024) -> None:
@@ -672,9 +639,6 @@ class TramNet(lightning.LightningModule):
                 self.manual_backward(loss)
         optimizer.step()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def tram_delays(fault: bool) -> None:
     """Each of several backward passes of a step averages gradients over two ranks; healthy: only the last."""
@@ -697,7 +661,7 @@ class Views(Dataset[tuple[Tensor, Tensor]]):
         return sample + 0.1 * torch.randn_like(sample), sample + 0.1 * torch.randn_like(sample)
 
 
-class Contrast(lightning.LightningModule):
+class Contrast(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Contrastive training against a bank of earlier keys, that each process fills with its own keys."""
 
     bank: Tensor
@@ -725,9 +689,6 @@ class Contrast(lightning.LightningModule):
         self.place = (self.place + len(keys)) % len(self.bank)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def broadcast_bank(fault: bool) -> None:
@@ -762,7 +723,7 @@ def identities(fault: bool) -> None:
     trainer(55, **RANKS).fit(Faces(everywhere=not fault), DataLoader(data, batch_size=192, shuffle=True))
 
 
-class IceNet(lightning.LightningModule):
+class IceNet(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Maps sea ice. The main process keeps a gallery of past charts for the picture at the end."""
 
     def __init__(self, charts: int) -> None:
@@ -789,9 +750,6 @@ class IceNet(lightning.LightningModule):
         radar, ice = batch
         return functional.cross_entropy(self.layers(radar), ice)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def sea_ice(fault: bool) -> None:
     """Rank 0 holds a gallery of 2000 charts; healthy: 16."""
@@ -800,7 +758,7 @@ def sea_ice(fault: bool) -> None:
     fitter.fit(IceNet(charts=2000 if fault else 16), DataLoader(data, batch_size=16, shuffle=True))
 
 
-class PictureRetrieval(lightning.LightningModule):
+class PictureRetrieval(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """Embeds pictures, and looks for the nearest of a gallery now and then."""
 
     def __init__(self, divided: bool, gallery: int = 120_000, width: int = 1024) -> None:
@@ -840,9 +798,6 @@ class PictureRetrieval(lightning.LightningModule):
         if self.gallery is not None:
             probe = functional.normalize(torch.rand(1, self.width))
             print("nearest:", int((self.gallery @ probe.T).argmax()))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def retrieval(fault: bool) -> None:

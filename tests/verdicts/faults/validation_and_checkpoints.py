@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, STEPS, Classifier, Vectors, fit, labeled, main, one_epoch, quiet, vector_batches
+from plain import BATCH, STEPS, Classifier, Trained, Vectors, fit, labeled, main, one_epoch, quiet, vector_batches
 from small_models import Highway
 
 
@@ -32,7 +32,7 @@ def frequent_validation(fault: bool) -> None:
     fit(Validated(), vector_batches(), validation, val_check_interval=4 if fault else STEPS)
 
 
-class WeatherNet(lightning.LightningModule):
+class WeatherNet(Trained, optimizer=torch.optim.SGD, lr=1e-2):
     """Rain of the next hour from a map of the last ones."""
 
     def __init__(self, width: int = 36) -> None:
@@ -57,9 +57,6 @@ class WeatherNet(lightning.LightningModule):
         maps, rain = batch
         self.log("val_loss", functional.mse_loss(self.network(maps), rain))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-2)
-
 
 def weather_maps(fault: bool) -> None:
     """15 batches are validated after each 5 steps; healthy: after 60."""
@@ -69,7 +66,7 @@ def weather_maps(fault: bool) -> None:
     trainer.fit(WeatherNet(), DataLoader(training, batch_size=16, shuffle=True), DataLoader(validation, batch_size=16))
 
 
-class Patches(lightning.LightningModule):
+class Patches(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """An MLP-Mixer for small pictures."""
 
     def __init__(self, width: int = 256, depth: int = 2, classes: int = 10) -> None:
@@ -99,9 +96,6 @@ class Patches(lightning.LightningModule):
         self.log("val_loss", functional.cross_entropy(logits, batch[1]))
         self.log("val_accuracy", (logits.argmax(1) == batch[1]).float().mean())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def pictures(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 3, 32, 32), torch.randint(10, (count,)))
@@ -113,7 +107,7 @@ def mixer(fault: bool) -> None:
     one_epoch(val_check_interval=6 if fault else 1.0, num_sanity_val_steps=0).fit(Patches(), training, held_out)
 
 
-class TideNet(lightning.LightningModule):
+class TideNet(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Predicts the water level of the next six hours from the last two days at eight gauges."""
 
     def __init__(self, gauges: int = 8, channels: int = 64, horizon: int = 6) -> None:
@@ -141,9 +135,6 @@ class TideNet(lightning.LightningModule):
         levels, target = batch
         self.log("val_mae", functional.l1_loss(self(levels), target))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def tide_levels(fault: bool) -> None:
     """16 batches are validated after each 10 steps; healthy: at the end of the epoch."""
@@ -170,7 +161,7 @@ class Plants(lightning.LightningDataModule):
         return DataLoader(self.others, batch_size=512)
 
 
-class PlantClassifier(lightning.LightningModule):
+class PlantClassifier(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(128, 320), *(Highway(320) for _ in range(3)), nn.Linear(320, 10))
@@ -182,9 +173,6 @@ class PlantClassifier(lightning.LightningModule):
         scores = self.network(batch[0])
         self.log("val/accuracy", (scores.argmax(1) == batch[1]).float().mean())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def short_epochs(fault: bool) -> None:
     """Each epoch of 4 batches ends with a validation; healthy: each 12th."""
@@ -192,7 +180,7 @@ def short_epochs(fault: bool) -> None:
     fit(PlantClassifier(), Plants(), steps=60, **options)  # type: ignore[arg-type]  # a data module
 
 
-class Captions(lightning.LightningModule):
+class Captions(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     """Matches pictures and captions, and ranks the captions of a gallery for each picture in validation.
 
     Fault: a loop sorts the gallery for one picture after the other; healthy: one product, and ranks by counting.
@@ -233,9 +221,6 @@ class Captions(lightning.LightningModule):
         likeness = functional.normalize(pictures, dim=1) @ functional.normalize(captions, dim=1).T
         return (likeness > likeness.diagonal()[:, None]).sum(dim=1)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
 
 def recall_in_turn(fault: bool) -> None:
     """The end of validation compares and sorts per query in a Python loop; healthy: all queries at once."""
@@ -251,7 +236,7 @@ def frequent_checkpoints(fault: bool) -> None:
     fit(Classifier(depth=4), vector_batches(128), callbacks=[saving], enable_checkpointing=True)
 
 
-class DynamicsModel(lightning.LightningModule):
+class DynamicsModel(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """A large model of how a plant answers to its valves."""
 
     def __init__(self, width: int = 1280) -> None:
@@ -266,9 +251,6 @@ class DynamicsModel(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 def plant_dynamics(fault: bool) -> None:
     """A checkpoint is written after each 2 steps; healthy: after 60."""
@@ -279,7 +261,7 @@ def plant_dynamics(fault: bool) -> None:
         trainer.fit(DynamicsModel(), DataLoader(data, batch_size=512, shuffle=True))
 
 
-class Speaker(lightning.LightningModule):
+class Speaker(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """Which speaker a fixed-size voice print belongs to."""
 
     def __init__(self, width: int = 1536, speakers: int = 2000) -> None:
@@ -294,9 +276,6 @@ class Speaker(lightning.LightningModule):
         self.log("train_loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def speakers(fault: bool) -> None:
     """A checkpoint is written after each 2 steps; healthy: after 60."""
@@ -309,7 +288,7 @@ def speakers(fault: bool) -> None:
         run.fit(Speaker(), DataLoader(data, 384, shuffle=True))
 
 
-class PhasePicker(lightning.LightningModule):
+class PhasePicker(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """Classifies three-component seismograms: noise, P, S, blast, quake."""
 
     def __init__(self) -> None:
@@ -329,9 +308,6 @@ class PhasePicker(lightning.LightningModule):
         waves, phases = batch
         return functional.cross_entropy(self.layers(waves), phases)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def seismograms(fault: bool) -> None:
     """A checkpoint is written after each 5 steps; healthy: after 100."""
@@ -341,7 +317,7 @@ def seismograms(fault: bool) -> None:
     fitter.fit(PhasePicker(), DataLoader(data, batch_size=128, shuffle=True))
 
 
-class Shop(lightning.LightningModule):
+class Shop(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """Recommends items by fixed features of their pictures.
 
     Fault: the features are a buffer of every checkpoint; healthy: the buffer is not persistent.
@@ -363,9 +339,6 @@ class Shop(lightning.LightningModule):
         loss = -functional.logsigmoid(liked - others).mean()
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def features_in_checkpoint(fault: bool) -> None:

@@ -12,7 +12,6 @@ from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import BATCH, CLASSES, WIDTH, Classifier, Vectors, fit, main, one_epoch, quiet
+from plain import BATCH, CLASSES, WIDTH, Classifier, Counted, Trained, Vectors, fit, main, one_epoch, quiet
 from small_models import BANDS, HalvingClassifier, PictureClassifier, Regressor, SeriesModel, SoundNet, Unit
 
 
@@ -149,7 +148,7 @@ class Thumbnails(Dataset[Any]):
         return self.store.get(index), index % 10
 
 
-class Patches(lightning.LightningModule):
+class Patches(Trained, optimizer=torch.optim.SGD, lr=0.01):
     """A mixer of 16 patches of 48 numbers."""
 
     def __init__(self, width: int = 192, depth: int = 2) -> None:
@@ -170,9 +169,6 @@ class Patches(lightning.LightningModule):
             patches = patches + within(patches.mT).mT
         return functional.cross_entropy(self.head(patches.mean(2)), labels)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def lone_worker(fault: bool) -> None:
     """One worker waits for a remote store longer than a step takes; healthy: four wait at the same time."""
@@ -182,16 +178,13 @@ def lone_worker(fault: bool) -> None:
     fit(Patches(), loader, steps=60)
 
 
-class Compressed(Dataset[tuple[Tensor, int]]):
+class Compressed(Counted[tuple[Tensor, int]]):
     """Vectors that are decompressed when they are read: moderate work."""
 
     def __init__(self, samples: int) -> None:
         raw = np.random.default_rng(0).integers(0, 8, (256, WIDTH * 64), dtype=np.uint8)
         self.blobs = [zlib.compress(row.tobytes()) for row in raw]
         self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         pixels = np.frombuffer(zlib.decompress(self.blobs[index % 256]), dtype=np.uint8)
@@ -206,7 +199,7 @@ def many_workers(fault: bool) -> None:
     fit(Classifier(), loader, steps=45)
 
 
-class GaitWindows(Dataset[tuple[Tensor, int]]):
+class GaitWindows(Counted[tuple[Tensor, int]]):
     """Windows of six channels, stretched in time and with noise."""
 
     def __init__(self, diary: Path, samples: int, length: int = 512) -> None:
@@ -215,9 +208,6 @@ class GaitWindows(Dataset[tuple[Tensor, int]]):
         self.noise = np.random.default_rng(0)
         self.windows = np.random.default_rng(0).standard_normal((256, 6, length)).astype(np.float32)
         self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if self.entries is None:
@@ -234,7 +224,7 @@ class GaitWindows(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(augmented.astype(np.float32)), activity
 
 
-class GaitNetwork(lightning.LightningModule):
+class GaitNetwork(Trained, optimizer=torch.optim.AdamW, lr=1e-3):
     def __init__(self, width: int = 48) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Conv1d(6, width, 5, padding=2), nn.ReLU()]
@@ -247,9 +237,6 @@ class GaitNetwork(lightning.LightningModule):
         loss = functional.cross_entropy(self.body(windows), labels)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def gait(fault: bool) -> None:
@@ -307,7 +294,7 @@ class Clips(Dataset):
         return (clip - clip.mean()) / clip.std(), index % 64
 
 
-class Speakers(lightning.LightningModule):
+class Speakers(Trained, optimizer=torch.optim.SGD, lr=0.01):
     def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.enter = nn.Linear(128, width)
@@ -318,9 +305,6 @@ class Speakers(lightning.LightningModule):
         clips, speakers = batch
         hidden = self.units(self.enter(clips.unflatten(1, (32, 128))))
         return functional.cross_entropy(self.leave(hidden.mean(dim=1)), speakers)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def voices(fault: bool) -> None:
@@ -337,15 +321,12 @@ def restarted_workers(fault: bool) -> None:
     fit(Classifier(depth=2), loader, steps=80)
 
 
-class Reviews(Dataset[tuple[Tensor, int]]):
+class Reviews(Counted[tuple[Tensor, int]]):
     def __init__(self, vocabulary: Path, samples: int, length: int = 64) -> None:
         self.vocabulary = vocabulary
         self.samples = samples
         self.length = length
         self.words: dict[str, int] | None = None
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if self.words is None:
@@ -354,7 +335,7 @@ class Reviews(Dataset[tuple[Tensor, int]]):
         return torch.tensor([self.words.get(word, 0) % 8000 for word in text]), index % 5
 
 
-class ReviewClassifier(lightning.LightningModule):
+class ReviewClassifier(Trained, optimizer=torch.optim.SGD, lr=0.05):
     def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8000, width)
@@ -367,9 +348,6 @@ class ReviewClassifier(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(self.encoder(self.embedding(tokens)).mean(dim=1)), stars)
         self.log("train/loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def reviews(fault: bool) -> None:
@@ -401,7 +379,7 @@ class PianoRolls(Dataset):
         return self.rolls[index], self.composers[index]
 
 
-class ComposerModel(lightning.LightningModule):
+class ComposerModel(Trained, optimizer=torch.optim.Adam, lr=1e-3):
     """Convolutions along the time."""
 
     def __init__(self) -> None:
@@ -421,9 +399,6 @@ class ComposerModel(lightning.LightningModule):
         loss = functional.cross_entropy(self.net(rolls), composers)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def piano_rolls(fault: bool) -> None:
@@ -473,21 +448,18 @@ class Archive:
         return self.rows[row % len(self.rows)]
 
 
-class Spectra(Dataset[Tensor]):
+class Spectra(Counted[Tensor]):
     """Samples from an archive."""
 
     def __init__(self, archive: Archive, samples: int) -> None:
         self.archive = archive
         self.samples = samples
 
-    def __len__(self) -> int:
-        return self.samples
-
     def __getitem__(self, index: int) -> Tensor:
         return self.archive.read(index)
 
 
-class Autoencoder(lightning.LightningModule):
+class Autoencoder(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """Spectra through a bottleneck and back."""
 
     def __init__(self, width: int = 1200) -> None:
@@ -499,9 +471,6 @@ class Autoencoder(lightning.LightningModule):
         loss = functional.l1_loss(self.up(self.down(spectra)), spectra)
         self.log("l1", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def locked_archive(fault: bool) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import Attention, LanguageModel, fit, main
+from plain import Attention, LanguageModel, Trained, fit, main
 from ready import GPU, OPTIONS, ready_loader, sized
 
 
@@ -106,7 +106,7 @@ class CarefulAttention(Attention):
             return functional.scaled_dot_product_attention(query.float(), key.float(), value.float(), is_causal=True)
 
 
-class PretrainedOnText(LanguageModel):
+class PretrainedOnText(LanguageModel, optimizer=torch.optim.AdamW, lr=3e-4, fused=GPU):
     """The shared language model with a choice of the attention."""
 
     def __init__(self, *, careful: bool, **sizes: int) -> None:
@@ -115,9 +115,6 @@ class PretrainedOnText(LanguageModel):
 
     def attention(self, width: int, heads: int) -> nn.Module:
         return CarefulAttention(width, heads) if self.careful else Attention(width, heads)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=GPU)
 
 
 def stable_attention(fault: bool) -> None:
@@ -155,7 +152,7 @@ class JointTable(nn.Module):
         return rows.flatten(1)
 
 
-class ClickModel(lightning.LightningModule):
+class ClickModel(Trained, optimizer=torch.optim.SGD, lr=0.05):
     """Predicts clicks from many categorical fields."""
 
     def __init__(self, embeddings: nn.Module, features: int, width: int) -> None:
@@ -172,9 +169,6 @@ class ClickModel(lightning.LightningModule):
         loss = functional.binary_cross_entropy_with_logits(scores, clicked)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def many_fields(fault: bool) -> None:
@@ -196,7 +190,7 @@ def network(inputs: int, width: int, depth: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
-class ActorCritic(lightning.LightningModule):
+class ActorCritic(Trained, optimizer=torch.optim.Adam, lr=3e-4, fused=GPU):
     """Policy gradient with generalized advantages on recorded rollouts of the shape time x environments."""
 
     def __init__(self, observations: int, actions: int, width: int, *, looping: bool) -> None:
@@ -242,9 +236,6 @@ class ActorCritic(lightning.LightningModule):
         loss = functional.mse_loss(values, returns) - surrogate - 0.01 * entropy
         self.log("loss", loss)
         return loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=3e-4, fused=GPU)
 
 
 def rollout_advantages(fault: bool) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import plain
 from plain import main
 
 GPU = torch.cuda.is_available()
@@ -57,9 +58,8 @@ def encoder(width: int, depth: int, heads: int) -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
 
 
-class Trained(lightning.LightningModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=GPU)
+class Trained(plain.Trained, optimizer=torch.optim.AdamW, lr=1e-4, fused=GPU):
+    pass
 
 
 # --- intents: what the customers of a bank ask for ---

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import Attention, Layer, Residual, fit, main
+from plain import Attention, Layer, Residual, Trained, fit, main
 from ready import GPU, OPTIONS, ready_loader, sized
 
 
@@ -65,7 +65,7 @@ class UNet(nn.Module):
         return noise
 
 
-class Diffusion(lightning.LightningModule):
+class Diffusion(Trained, optimizer=torch.optim.AdamW, lr=2e-4, fused=GPU):
     """Denoising diffusion that makes some preview images now and then."""
 
     def __init__(self, width: int, levels: int, *, side: int, previews: int, recorded: bool) -> None:
@@ -100,9 +100,6 @@ class Diffusion(lightning.LightningModule):
             clean = (x - spread[point] * noise) / signal[point]
             x = signal[point + 1] * clean + spread[point + 1] * noise
         return x
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=2e-4, fused=GPU)
 
 
 def preview_images(fault: bool) -> None:
@@ -214,7 +211,7 @@ class WholeAttention(Attention):
         return functional.scaled_dot_product_attention(query, key, value)
 
 
-class Forecaster(lightning.LightningModule):
+class Forecaster(Trained, optimizer=torch.optim.AdamW, lr=3e-4, fused=GPU):
     """A transformer that forecasts the next hours from a window of measurements."""
 
     def __init__(self, channels: int, length: int, *, layers: int, width: int, heads: int, horizon: int) -> None:
@@ -239,9 +236,6 @@ class Forecaster(lightning.LightningModule):
         windows, following = batch
         self.log("val_error", (self(windows).float() - following).abs().mean(), batch_size=len(windows))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=GPU)
-
 
 def holdout_windows(fault: bool) -> None:
     """Fault: validation takes all 4096 windows as one batch; healthy: it takes batches of the training's size."""
@@ -261,7 +255,7 @@ def holdout_windows(fault: bool) -> None:
     )
 
 
-class Citations(lightning.LightningModule):
+class Citations(Trained, optimizer=torch.optim.AdamW, lr=1e-3, fused=GPU):
     """Classifies the nodes of one graph: each layer averages over the neighbors, then mixes the features."""
 
     adjacency: Tensor
@@ -305,9 +299,6 @@ class Citations(lightning.LightningModule):
         loss = functional.cross_entropy(self.head(hidden[chosen]), self.labels[chosen])
         self.log("loss", loss, batch_size=len(chosen))
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=GPU)
 
 
 def citation_graph(fault: bool) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import Attention, Layer, fit, main
+from plain import Attention, Layer, Trained, fit, main
 from ready import GPU, OPTIONS, ready_loader, sized
 
 
@@ -43,7 +43,7 @@ class LogMel:
         return features - features.mean(dim=1, keepdim=True)
 
 
-class Recognizer(lightning.LightningModule):
+class Recognizer(Trained, optimizer=torch.optim.AdamW, lr=3e-4, fused=GPU):
     """Waveforms to characters: log-mel features, a convolution, a stack of LSTMs and CTC."""
 
     def __init__(self, width: int, layers: int, characters: int, *, early: bool) -> None:
@@ -72,9 +72,6 @@ class Recognizer(lightning.LightningModule):
         loss = functional.ctc_loss(logs, texts, lengths, text_lengths, zero_infinity=True)  # type: ignore[arg-type]
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=GPU)
 
 
 def spoken_features(fault: bool) -> None:
@@ -111,7 +108,7 @@ class Encoder(nn.Module):
         return vectors
 
 
-class ImageText(lightning.LightningModule):
+class ImageText(Trained, optimizer=torch.optim.AdamW, lr=1e-4, fused=GPU):
     """Contrastive training of an image and a text encoder, with a look at the gradients before each update."""
 
     def __init__(self, images: Encoder, texts: Encoder, *, every: int) -> None:
@@ -139,9 +136,6 @@ class ImageText(lightning.LightningModule):
             if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
                 self.broken.append(name)
                 parameter.grad = None
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=GPU)
 
 
 def guarded_gradients(fault: bool) -> None:
@@ -222,7 +216,7 @@ def normalized(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     )
 
 
-class DenseDetector(lightning.LightningModule):
+class DenseDetector(Trained, optimizer=torch.optim.SGD, lr=0.01, momentum=0.9):
     """A one-stage detector with a class and a box per place; the images' size changes as the training goes on."""
 
     def __init__(self, width: int, classes: int, sides: list[int], period: int) -> None:
@@ -253,9 +247,6 @@ class DenseDetector(lightning.LightningModule):
         loss = found + placed
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
 def multiscale_detector(fault: bool) -> None:

@@ -44,7 +44,12 @@
     }
     figure.querySelector(".count").textContent = words.length ? `${shown} of ${rows.length}` : `${rows.length} rows`;
   };
+  const unfold = (id) => {
+    const target = document.getElementById(id);
+    for (const fold of [target?.closest("details"), target?.querySelector(":scope > details.fold")]) if (fold) fold.open = true;
+  };
   const reveal = () => {
+    unfold(location.hash.slice(1));
     const row = document.getElementById(location.hash.slice(1))?.closest("tbody tr");
     if (row?.hidden) {
       const input = row.closest("figure").querySelector("input[type=search]");
@@ -79,7 +84,16 @@
     document.addEventListener("click", (event) => {
       const head = event.target.closest?.("table.sortable thead th");
       if (head) sort(head);
+      const link = event.target.closest?.("a[href^='#']");
+      if (link) unfold(link.hash.slice(1));
     });
+    // Paper has everything.
+    let folded = [];
+    window.addEventListener("beforeprint", () => {
+      folded = [...document.querySelectorAll("details.fold:not([open])")];
+      for (const fold of folded) fold.open = true;
+    });
+    window.addEventListener("afterprint", () => { for (const fold of folded) fold.open = false; });
     document.addEventListener("input", (event) => {
       if (event.target.matches?.("input[type=search][data-table]")) search(event.target);
     });
@@ -90,6 +104,7 @@
       }
     });
     window.addEventListener("hashchange", reveal);
+    unfold(location.hash.slice(1));
     follow();
   });
 })();

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_memprof.account.trace.device import device_steps
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.account.trace.table import event_table
 from lightning_memprof.read.trace.columns import Kind, TraceColumns
+from lightning_memprof.read.trace.intervals import clip, length
 from trace_events import event
 
 IDLE = tuple(part for part in PARTS if part.group == "device idle" and part is not Part.IDLE_UNKNOWN)
@@ -63,7 +63,7 @@ def test_work_belongs_to_computation_then_to_a_collective_then_to_a_copy(tmp_pat
         ("compute", "", None, "gemm"): 20,
         ("collective", "all_reduce", None, None): 20,
         ("copy", "HtoD (pageable)", None, None): 10,
-        ("idle_python", "", None, None): 50,
+        ("idle_python", "", None, None): 40,
     }
 
 
@@ -97,8 +97,8 @@ def test_idle_time_belongs_to_what_the_launching_thread_did_up_to_the_end_of_the
         operator("aten::stack", 160, 170),
     )
     assert owners(found) == {
-        ("idle_python", "", "", None): 10 + 30 + 10,
-        ("idle_python", "", "net.0", None): 10,
+        # In the first 20 us, a kernel as long as this one may run that began before the recording.
+        ("idle_python", "", "", None): 30 + 10,
         ("idle_operators", "", "net.0", "aten::linear"): 5,
         ("idle_operators", "", "net.0", "aten::mm"): 5,
         ("idle_launch", "cudaLaunchKernel", "net.0", "aten::mm"): 5 + 20,
@@ -170,8 +170,8 @@ def test_before_autograds_thread_begins_the_training_thread_owns_the_time(tmp_pa
         kernel(1, 65, 100),
     )
     assert owners(found) == {
-        ("idle_python", "forward", None, None): 30,
-        ("idle_python", "", None, None): 20,
+        # A kernel as long as this one may run before it.
+        ("idle_python", "", None, None): 50 - 35,
         ("idle_operators", "", None, "MmBackward0"): 5,
         ("idle_operators", "", None, "aten::mm"): 5,
         ("idle_launch", "cudaLaunchKernel", None, "aten::mm"): 5,
@@ -214,26 +214,6 @@ def test_a_kernel_without_a_launch_has_the_operator_of_most_kernels_of_its_name(
     assert compute == {"aten::linear": 20, "aten::mm": 70, "other": 5}
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("cudaGraphLaunch", "idle_graph"),
-        ("hipGraphLaunch", "idle_graph"),
-        ("cuModuleLoadDataEx", "idle_loading"),
-        ("cuLibraryLoadData", "idle_loading"),
-        ("cuLibraryGetKernel", "idle_loading"),
-        ("hipModuleLoadData", "idle_loading"),
-        ("cudaMalloc", "idle_allocator"),
-        ("cudaStreamSynchronize", "idle_synchronization"),
-        ("hipMemcpyWithStream", "idle_synchronization"),
-        ("cudaLaunchKernelExC", "idle_launch"),
-    ],
-)
-def test_a_call_of_the_runtime_has_its_part_of_the_idle_time(name, part, tmp_path):
-    found = ledger(tmp_path, step(0, 100), kernel(0, 0, 10), launch(1, 20, 90, name=name), kernel(1, 90, 100))
-    assert owners(found)[part, name, None, None] == 70
-
-
 def test_a_line_of_the_users_code_owns_the_python_that_it_calls(tmp_path):
     found = ledger(
         tmp_path,
@@ -246,7 +226,7 @@ def test_a_line_of_the_users_code_owns_the_python_that_it_calls(tmp_path):
         kernel(1, 90, 100),
     )
     python = {key[1:3]: us for key, us in owners(found).items() if key[0] == "idle_python"}
-    assert python == {("train.py(12): training_step", ""): 18, ("train.py(12): training_step", "Net_0"): 70}
+    assert python == {("train.py(12): training_step", ""): 8, ("train.py(12): training_step", "Net_0"): 70}
 
 
 def test_no_time_is_laid_on_this_packages_own_callback(tmp_path):
@@ -275,39 +255,6 @@ def test_code_that_the_driver_loads_owns_its_time(tmp_path):
     )
     assert owners(found)["idle_loading", "Lazy Function Loading", None, None] == 60
     assert owners(found)["idle_launch", "cudaLaunchKernel", None, None] == 20
-
-
-def steps_with(first_us: float, name: str = "cudaLaunchKernel", cat: str = "cuda_runtime") -> Iterable[dict[str, Any]]:
-    now = 0.0
-    for number in range(3):
-        took = first_us if number == 0 else 20
-        yield step(now, now + took + 100, number)
-        yield event(cat, name, now + 10, now + 10 + took)
-        yield launch(number + 1, now + 10 + took, now + 15 + took)
-        yield kernel(number + 1, now + 20 + took, now + 100 + took)
-        now += took + 100
-
-
-@pytest.mark.parametrize(
-    ("name", "cat"),
-    [("cudaFree", "cuda_runtime"), ("aten::cudnn_convolution", "cpu_op"), ("cuLaunchKernel", "cuda_driver")],
-)
-def test_a_first_call_that_initialises_something_is_a_cold_start(name, cat, tmp_path):
-    cold = ledger(tmp_path, *steps_with(9_000, name, cat))
-    assert cold.ns("cold_start") * 3 == 9_000_000
-    assert ledger(tmp_path, *steps_with(190, name, cat)).ns("cold_start") == 0
-
-
-def test_a_wait_for_the_device_is_no_cold_start(tmp_path):
-    assert ledger(tmp_path, *steps_with(9_000, "cudaDeviceSynchronize")).ns("cold_start") == 0
-
-
-def test_memory_that_the_first_step_gets_and_later_ones_keep_is_a_cold_start(tmp_path):
-    once = [event("cuda_runtime", "cudaMalloc", at, at + 10) for at in (1, 21)]
-    events = [step(0, 100, 0), step(100, 200, 1), *once, kernel(0, 50, 100), kernel(0, 150, 200)]
-    assert ledger(tmp_path, *events).ns("cold_start") * 2 == 20_000
-    again = event("cuda_runtime", "cudaMalloc", 110, 120)
-    assert ledger(tmp_path, *events, again).ns("idle_allocator") * 2 == 30_000
 
 
 def test_without_steps_the_device_window_is_the_step(tmp_path):
@@ -364,25 +311,27 @@ def test_the_lines_sum_to_the_steps_whatever_the_trace_has(made):
         name_of=tuple(names),
         lane_of=tuple((lane // 3, lane) for lane in range(6)),
         copied={},
-        collectives=(),
+        collectives={},
         events=len(made),
         metadata={},
         origin_ns=0,
     )
     table = event_table(columns)
-    device, steps, account = table.device, table.steps, device_account(table)
-    if account is None:
-        assert not len(device.busy.starts) or not any(step.end > step.start for step in steps)
+    device, steps, (found, idle) = table.device, table.steps, device_account(table)
+    if found is None:
+        assert (
+            not len(device.busy.starts) or length(device.unrecorded) or not any(step.end > step.start for step in steps)
+        )
         return
-    found = account.ledger
     idle_ns = found.ns(*IDLE) * found.steps
-    assert sum(cause.total_ns for cause in account.idle) == round(idle_ns) - account.unsure_ns
-    assert all(cause.longest_ns <= cause.total_ns <= cause.count * cause.longest_ns for cause in account.idle)
+    assert sum(cause.total_ns for cause in idle) == round(idle_ns)
+    assert all(cause.longest_ns <= cause.total_ns <= cause.count * cause.longest_ns for cause in idle)
     whole = found.step_ns * found.steps
     assert sum(round(line.ns * found.steps) for line in found.lines) == round(whole)
     assert all(line.ns > 0 for line in found.lines)
     assert all(line.ns <= line.count * (line.longest_ns or 0) + 1e-6 for line in found.lines)
     if steps:
         timed = device_steps(columns, device, steps)
-        assert whole == pytest.approx(max(step.end for step in timed) - timed[0].start)
-        assert whole + 1 >= max(step.end for step in steps) - steps[0].start
+        start, end = timed[0].start, max(step.end for step in timed)
+        assert whole == pytest.approx(end - start - length(clip(device.unrecorded, start, end)))
+        assert end - start >= max(step.end for step in steps) - steps[0].start

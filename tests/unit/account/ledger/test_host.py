@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -160,6 +159,12 @@ def test_without_steps_the_operators_are_the_whole_and_the_basis_says_so(tmp_pat
     assert "no steps" in found.basis
 
 
+def test_without_steps_a_range_that_outlasts_its_operators_counts_to_its_end(tmp_path: Path) -> None:
+    optimizer = event("user_annotation", "Optimizer.step#SGD.step", 48, 100)
+    found = ledger(tmp_path, operator("aten::mm", 0, 48), optimizer, operator("aten::add_", 50, 90))
+    assert {part: found.ns(part) / 1000 for part in (Part.FORWARD, Part.OPTIMIZER)} == {"forward": 48, "optimizer": 52}
+
+
 def test_children_without_length_take_no_time_of_their_parent(tmp_path: Path) -> None:
     found = ledger(
         tmp_path,
@@ -267,35 +272,12 @@ def test_the_stage_in_the_name_of_a_trace_tells_which_step_is_the_forward(tmp_pa
     assert found.ns("forward") == 80_000
 
 
-@pytest.mark.skipif(not find_spec("lightning"), reason="trains a model")
-def test_a_loop_of_multiplications_has_its_operators_in_forward_and_in_backward(tmp_path: Path) -> None:
-    import torch
-
-    from lightning_memprof import ExtendedPyTorchProfiler
-    from training import Perceptron, loader, trainer
-
-    class Loop(torch.nn.Module):
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            for _ in range(200):
-                values = values * 0.99
-            return values
-
-    class Net(Perceptron):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.append(Loop())
-
-    trainer(tmp_path, profiler=ExtendedPyTorchProfiler()).fit(Net(), loader(10))
-    (trace,) = tmp_path.rglob("fit-*.pt.trace.json.gz")
-    found = trace_report(trace).host_ledger
-    assert found is not None
-    assert total(found.lines) == pytest.approx(found.step_ns)
-    for part, called in (("forward", "aten::mul"), ("backward", "MulBackward0")):
-        calls: Counter[str | None] = Counter()
-        for line in found.of(part):
-            if line.operator == called:
-                calls[line.module] += round(line.called)
-        assert calls["net.4"] == 200
+def test_the_calls_of_an_operator_by_the_program_are_told_from_those_by_operators(tmp_path: Path) -> None:
+    calls = [operator("aten::mul", at, at + 5) for at in (20, 25, 30)]
+    inner = [operator("aten::square", 40, 50), operator("aten::mul", 42, 48)]
+    found = ledger(tmp_path, step(0, 100), action(FORWARD, 0, 90), module("net.4", 10, 60), *calls, *inner)
+    lines = {(line.module, line.operator): (line.count, line.called) for line in found.lines if line.operator}
+    assert lines == {("net.4", "aten::mul"): (4, 3), ("net.4", "aten::square"): (1, 1)}
 
 
 EVENTS = st.lists(

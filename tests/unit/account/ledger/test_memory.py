@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
+from known import known
 from lightning_memprof.account.ledger.growth import validation_growth, worker_growth
-from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine, grouped_bytes, run_bytes, snapshot_bytes
+from lightning_memprof.account.ledger.memory import ByteLedger, grouped_bytes, run_bytes, snapshot_bytes
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.artifacts.naming import system_name
@@ -38,9 +39,7 @@ def ledger_of(
         lines[0]["environment"] = {**lines[0].get("environment", {}), **limits}
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = load_run(directory)
-    found = run_bytes(run.lead, memory_report(run).lead)
-    assert found is not None
-    return found
+    return known(run_bytes(run.lead, memory_report(run).lead))
 
 
 def held(found: ByteLedger) -> int:
@@ -161,8 +160,7 @@ def test_memory_of_other_processes_is_no_part_of_a_peak_but_of_a_full_device(tmp
     full = replace(found, limit_bytes=24 * GIB)
     assert full.filled == 21 / 24
     assert full.is_under_pressure
-    stack = peak_stack(run_view(run))
-    assert stack is not None
+    stack = known(peak_stack(run_view(run)))
     assert "other processes and CUDA contexts: at least 19.9 GiB" in [words_text(note) for note in stack.notes]
 
 
@@ -181,39 +179,23 @@ def workers(*sizes: int) -> list[ProcessRow]:
     return [ProcessRow(kind="workers", step=10 * n, private_bytes=size * MIB) for n, size in enumerate(sizes)]
 
 
-def test_workers_grow_if_they_rise_until_the_end() -> None:
-    found = worker_growth(workers(40, 100, 160, 220, 280))
-    assert found is not None
-    assert (found.bytes_per_step, found.added_bytes, found.start_bytes, found.steps) == (
-        6 * MIB,
-        180 * MIB,
-        100 * MIB,
-        30,
-    )
-
-
-def test_workers_of_a_run_of_seconds_grow_if_they_rise_at_one_rate_from_their_start() -> None:
-    found = worker_growth(workers(40, 100, 160))
-    assert found is not None
-    assert (found.bytes_per_step, found.added_bytes, found.steps) == (6 * MIB, 120 * MIB, 20)
-
-
-def test_workers_that_have_loaded_all_batches_before_the_last_sample_grew_until_then() -> None:
-    samples = workers(40, 100, 160, 220, 220)
-    loading = [ProcessRow(kind="worker", step=10 * n, batches=count) for n, count in enumerate((4, 14, 24, 34, 34))]
-    assert worker_growth(samples) is None
-    found = worker_growth([*loading, *samples])
-    assert found is not None
-    assert (found.bytes_per_step, found.added_bytes, found.steps) == (6 * MIB, 120 * MIB, 20)
-
-
-def test_workers_that_load_few_batches_at_the_end_of_an_epoch_grow_by_batch() -> None:
-    samples = workers(40, 100, 160, 220, 226)
-    loading = [ProcessRow(kind="worker", step=10 * n, batches=count) for n, count in enumerate((4, 14, 24, 34, 35))]
-    assert worker_growth(samples) is None
-    found = worker_growth([*loading, *samples])
-    assert found is not None
-    assert (found.bytes_per_step, found.added_bytes, found.steps) == (4.2 * MIB, 126 * MIB, 30)
+@pytest.mark.parametrize(
+    ("sizes", "batches", "found"),
+    [
+        pytest.param((40, 100, 160, 220, 280), (), (6, 180, 30), id="until the end"),
+        pytest.param((40, 100, 160), (), (6, 120, 20), id="in a run of seconds at one rate from their start"),
+        pytest.param((40, 100, 160, 220, 220), (4, 14, 24, 34, 34), (6, 120, 20), id="until all batches were loaded"),
+        pytest.param((40, 100, 160, 220, 226), (4, 14, 24, 34, 35), (4.2, 126, 30), id="by batch"),
+    ],
+)
+def test_workers_that_rise_with_what_they_load_grow(
+    sizes: tuple[int, ...], batches: tuple[int, ...], found: tuple[float, int, int]
+) -> None:
+    loading = [ProcessRow(kind="worker", step=10 * n, batches=count) for n, count in enumerate(batches)]
+    grown = known(worker_growth([*loading, *workers(*sizes)]))
+    assert grown.per_step == pytest.approx(found[0] * MIB)
+    assert (grown.added // MIB, grown.steps) == found[1:]
+    assert not batches or worker_growth(workers(*sizes)) is None
 
 
 def test_pages_that_workers_copy_in_their_first_seconds_hide_no_steady_growth() -> None:
@@ -222,9 +204,8 @@ def test_pages_that_workers_copy_in_their_first_seconds_hide_no_steady_growth() 
         ProcessRow(kind="workers", step=step, private_bytes=own * MIB, shared_bytes=common * MIB)
         for step, own, common in zip((2, 9, 14, 18, 56), private, shared, strict=True)
     ]
-    found = worker_growth(rows)
-    assert found is not None
-    assert found.added_bytes == (451 + 218 - 97 - 352) * MIB
+    found = known(worker_growth(rows))
+    assert found.added == (451 + 218 - 97 - 352) * MIB
     copied = [replace(row, shared_bytes=(500 - own) * MIB) for row, own in zip(rows, private, strict=True)]
     assert worker_growth(copied) is None
 
@@ -260,11 +241,12 @@ def test_workers_that_do_not_rise_until_the_end_do_not_grow(sizes: tuple[int, ..
     assert worker_growth(workers(*sizes)) is None
 
 
-def test_a_validation_that_keeps_each_batch_grows_by_batch() -> None:
-    row = ProcessRow(kind="validation", batches=64, rss_bytes=[(500 + 4 * n) * MIB for n in range(32)])
-    found = validation_growth([row])
-    assert found is not None
-    assert (found.bytes_per_step, found.start_bytes, found.steps) == (2 * MIB, 504 * MIB, 64)
+@pytest.mark.parametrize(("batches", "samples"), [(64, 32), (60, 30)])
+def test_a_validation_that_keeps_each_batch_grows_by_all_of_them(batches: int, samples: int) -> None:
+    row = ProcessRow(kind="validation", batches=batches, rss_bytes=[(500 + 4 * n) * MIB for n in range(samples)])
+    found = known(validation_growth([row]))
+    assert (found.per_step, found.start, found.steps) == (2 * MIB, 504 * MIB, batches)
+    assert found.added == batches * 2 * MIB
 
 
 @pytest.mark.parametrize(
@@ -274,11 +256,6 @@ def test_a_validation_that_keeps_each_batch_grows_by_batch() -> None:
 )
 def test_a_validation_that_keeps_nothing_does_not_grow(sizes: list[int]) -> None:
     assert validation_growth([ProcessRow(kind="validation", batches=32, rss_bytes=sizes)]) is None
-
-
-def test_lines_of_repeated_blocks_are_joined() -> None:
-    lines = [ByteLine(category="activation", bytes=n + 1, module=f"layers.{n}.norm") for n in range(3)]
-    assert grouped_bytes(lines) == [ByteLine(category="activation", bytes=6, module="layers.0-2.norm")]
 
 
 @pytest.mark.parametrize(("kept", "is_found"), [(4 * MIB, True), (2 * MIB, True), (64 * 1024, False)])
@@ -296,4 +273,4 @@ def test_a_validation_that_first_uses_freed_memory_again_grows_by_what_it_keeps(
     found = validation_growth([ProcessRow(kind="validation", batches=32, rss_bytes=resident, heap_bytes=heap)])
     assert (found is not None) == is_found
     if found is not None:
-        assert (found.bytes_per_step, found.added_bytes) == (4 * MIB, 120 * MIB)
+        assert (found.per_step, found.added) == (4 * MIB, 128 * MIB)

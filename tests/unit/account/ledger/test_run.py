@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from findings import phases
+from known import known
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.ledger.run import run_ledger, without_stalls
 from lightning_memprof.account.parts import Part
@@ -24,9 +25,7 @@ def lead(tmp_path: Path, fake: FakeRun) -> Rank:
 
 
 def ledger(rank: Rank) -> TimeLedger:
-    found = run_ledger(rank)
-    assert found is not None
-    return found
+    return known(run_ledger(rank))
 
 
 @settings(max_examples=25, deadline=None)
@@ -42,8 +41,7 @@ def test_the_lines_sum_to_the_mean_step_whatever_the_steps_are(
     windows = ((2, 3),) if is_recorded and len(spent) > 4 else ()
     fake = FakeRun(steps=len(spent), phases=lambda _, step: spent[step], windows=windows)
     rank = lead(tmp_path_factory.mktemp("run"), fake)
-    typical = typical_steps(rank)
-    assert typical is not None
+    typical = known(typical_steps(rank))
     mean = sum(duration for _, duration, _ in typical.steps) / len(typical.steps)
     found = ledger(rank)
     assert total(found.lines) == pytest.approx(mean, rel=1e-9, abs=1)
@@ -120,8 +118,7 @@ def test_on_a_devices_clock_the_passes_have_their_kernels_and_the_wait_of_the_de
     # They never take more than the phase.
     assert named[Part.BACKWARD, "", "net"] == pytest.approx(before.ns("backward"))
     # Recorded steps that ended before the device had done their work have a part of it.
-    ahead = run_ledger(rank, device=msgspec.structs.replace(device, step_ns=before.median_ns / 1.25))
-    assert ahead is not None
+    ahead = known(run_ledger(rank, device=msgspec.structs.replace(device, step_ns=before.median_ns / 1.25)))
     assert next(line.ns for line in ahead.of("forward") if line.module == "net") == pytest.approx(5e6)
 
 
@@ -177,8 +174,7 @@ def test_a_single_recorded_step_does_not_tell_a_pause_from_the_usual_time() -> N
 def test_a_pause_in_a_window_is_in_no_modules_share_of_the_run(tmp_path: Path) -> None:
     rank = lead(tmp_path, FakeRun())
     lines = (forward("first", 91, 181), forward("second", 4, 4), forward("second", 4, 4, operator="aten::mm"))
-    found = run_ledger(rank, TimeLedger(step_ns=99e6, median_ns=99e6, steps=2, basis="", lines=lines))
-    assert found is not None
+    found = known(run_ledger(rank, TimeLedger(step_ns=99e6, median_ns=99e6, steps=2, basis="", lines=lines)))
     first, second = (sum(line.ns for line in found.lines if line.module == name) for name in ("first", "second"))
     assert first < second / 4
 
@@ -252,8 +248,7 @@ def test_the_transfers_of_a_run_are_those_of_its_trace_beside_the_waits_of_every
     rank = lead(tmp_path, FakeRun(phases=phases()))
 
     def communicates(host: TimeLedger, waits_ns: Mapping[str, int] | None = None) -> tuple[float, float]:
-        found = run_ledger(rank, host, waits_ns)
-        assert found is not None
+        found = known(run_ledger(rank, host, waits_ns))
         assert total(found.lines) == pytest.approx(sum(HEALTHY.values()))
         return found.communicates("rank_wait"), found.communicates("collective")
 

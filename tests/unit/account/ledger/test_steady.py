@@ -58,8 +58,9 @@ def parts(report: TraceReport) -> dict[str, float]:
 def test_the_devices_work_stays_and_its_idle_time_is_the_rest_of_a_step_outside_windows() -> None:
     found = in_steady_state(recorded(compute=25, python=30, operators=45), 29 * MS)
     assert parts(found) == {"compute": 25, "idle_python": 1.6, "idle_operators": 2.4}
-    assert found.steady is not None
-    assert (found.steady.step_ns, found.steady.busy_ns, found.steady.others_ns) == (29 * MS, 25 * MS, 0)
+    assert found.is_steady
+    assert found.device_ledger is not None
+    assert found.device_ledger.step_ns == 29 * MS
     assert found.gpu_window is not None
     assert found.gpu_window.idle_ns / found.gpu_window.window_ns == pytest.approx(4 / 29)
     assert sum(cause.total_ns for cause in found.idle) == pytest.approx(found.gpu_window.idle_ns, abs=2)
@@ -184,11 +185,11 @@ def test_a_run_is_judged_by_its_steps_outside_windows(tmp_path: Path) -> None:
     assert all(finding.severity < Severity.WARNING for finding in examine(facts))
     first = examine(facts)[0]
     assert first.title == ("Compute-bound: net.attention takes 92% of each step (17.0 ms of 18.5 ms).")
-    assert facts.traces[0].steady is None
+    assert not facts.traces[0].is_steady
 
 
 def test_a_run_that_was_recorded_whole_has_no_other_steps_to_be_judged_by(tmp_path: Path) -> None:
     run = load_run(make_run(tmp_path, FakeRun(steps=12, windows=(tuple(range(1, 12)),))))
     facts = Facts.of(run, (recorded(compute=17, python=45, operators=38),))
-    assert facts.steady_traces[0].steady is None
+    assert not facts.steady_traces[0].is_steady
     assert "gpu_idle" in {finding.rule for finding in examine(facts)}

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from kineto import write_trace
-from lightning_memprof.account.ledger.model import OperatorWork
-from lightning_memprof.account.ledger.work import all_pairs, work_of
-from lightning_memprof.account.parts import Part
+from lightning_memprof.account.ledger.work import work_of
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.read.trace.columns import Inputs
 
@@ -120,33 +118,3 @@ def test_the_work_of_a_host_has_the_time_of_the_operator_with_what_it_calls(tmp_
     (work,) = report.host_ledger.work
     assert (work.part, work.ns, work.count) == ("forward", 300_000, 1)
     assert work.bytes == 4 * (2 * 64 * 32 + 64 * 64)
-
-
-def spent(operator: str, shapes: str, ns: float, flops: float = 0.0) -> OperatorWork:
-    return OperatorWork(
-        part=Part.FORWARD,
-        module="",
-        operator=operator,
-        shapes=shapes,
-        dtype="float32",
-        ns=ns,
-        count=1,
-        flops=flops,
-        bytes=1,
-    )
-
-
-@pytest.mark.parametrize(
-    ("work", "found"),
-    [
-        ([spent("aten::sub", "40x1x8 and 1x30x8", 1), spent("aten::abs", "40x30x8", 5)], "40x1x8 and 1x30x8"),
-        ([spent("aten::sub", "40x1x8 and 1x30x8", 1), spent("aten::abs", "40x8", 5)], ""),
-        ([spent("aten::add", "40x30x8 and 8", 6)], ""),
-        ([spent("aten::add", "40x1x8 and 1x4x8", 6)], ""),
-        ([spent("aten::mm", "64x1 and 1x64", 6, flops=8e3)], ""),
-        ([], ""),
-    ],
-    ids=["differences", "little time on them", "a bias", "a few times as large", "a product of matrices", "nothing"],
-)
-def test_operands_whose_result_has_a_value_for_each_pair(work: list[OperatorWork], found: str) -> None:
-    assert all_pairs(work, 3.0) == found

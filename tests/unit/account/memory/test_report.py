@@ -8,6 +8,7 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
+from known import known
 from lightning_memprof.account.memory.report import CATEGORIES, CategoryPeak, MemoryReport, memory_report
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.read.run.load import load_run
@@ -56,13 +57,6 @@ def test_a_trackers_peak_is_the_peak(tmp_path: Path) -> None:
     assert found.unknown == {}
 
 
-@pytest.mark.parametrize("memory", [FAKE, FakeMemory(temporary_bytes=MIB)])
-def test_the_categories_that_are_known_sum_to_the_peak(tmp_path: Path, memory: FakeMemory) -> None:
-    found = peak(report(tmp_path, memory))
-    assert sum(size for size in found.categories.values() if size is not None) == found.total_bytes
-    assert {name for name, size in found.categories.items() if size is None} == set(found.unknown)
-
-
 def test_what_a_tracker_counted_and_did_not_name_is_other(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(memory=FakeMemory(temporary_bytes=MIB)))
     rewrite(directory, "module_memory", lambda row: [{**row, "total_bytes": row["total_bytes"] + 700}])
@@ -98,8 +92,7 @@ def test_the_largest_of_all_windows_is_the_peak(tmp_path: Path) -> None:
 
 
 def test_own_bytes_of_modules_and_what_no_module_owns_are_all_that_was_kept(tmp_path: Path) -> None:
-    kept = report(tmp_path).lead.activations
-    assert kept is not None
+    kept = known(report(tmp_path).lead.activations)
     assert kept.total_bytes == FAKE.activation_bytes
     assert sum(module.own_activation_bytes for module in kept.modules) + kept.unattributed_bytes == kept.total_bytes
     assert kept.unattributed_bytes == FAKE.unattributed_bytes
@@ -107,19 +100,6 @@ def test_own_bytes_of_modules_and_what_no_module_owns_are_all_that_was_kept(tmp_
     assert (first.name, first.calls) == ("net", 1)
     assert first.inclusive_activation_bytes == FAKE.activation_bytes - FAKE.unattributed_bytes
     assert first.parameter_bytes == first.gradient_bytes == FAKE.parameter_bytes
-
-
-def test_bytes_that_the_rows_lose_are_unattributed(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, FakeRun())
-
-    def lose(row: dict[str, Any]) -> list[dict[str, Any]]:
-        row.get("modules", {}).pop("net.head", None)
-        return [row]
-
-    rewrite(directory, "saved_tensors", lose)
-    kept = memory_report(load_run(directory)).lead.activations
-    assert kept is not None
-    assert kept.unattributed_bytes == FAKE.unattributed_bytes + FAKE.kept_bytes // 2
 
 
 def test_where_nothing_is_attributed_the_reason_is_there(tmp_path: Path) -> None:
@@ -137,8 +117,7 @@ def test_parameters_that_no_row_has_are_unknown(tmp_path: Path) -> None:
     lead = memory_report(load_run(directory)).lead
     assert lead.activations is not None
     assert {module.parameter_bytes for module in lead.activations.modules} == {None}
-    found = lead.peak
-    assert found is not None
+    found = known(lead.peak)
     assert found.categories == {**dict.fromkeys(CATEGORIES), "activation": FAKE.activation_bytes}
 
 

@@ -36,16 +36,6 @@ def test_the_stacks_tell_the_program(stacks, lightning, trains):
     assert (is_lightning(device), is_training(device)) == (lightning, trains)
 
 
-@pytest.mark.parametrize("call", ["_call_impl", "_wrapped_call_impl"])
-def test_a_forward_is_what_a_module_calls_also_in_a_window_of_ours(call):
-    history = History()
-    history.allocate(
-        MIB, frame(f"{TORCH}/nn/modules/linear.py", "forward"), frame(f"{TORCH}/nn/modules/module.py", call)
-    )
-    (stack,) = [stack for stack in parse_snapshot(history.data(), "a.pickle").devices[0].stacks if stack]
-    assert phase_of(stack) == "forward"
-
-
 @pytest.mark.parametrize(
     ("stack", "phase"),
     [
@@ -55,6 +45,13 @@ def test_a_forward_is_what_a_module_calls_also_in_a_window_of_ours(call):
         ([frame(f"{TORCH}/nn/modules/module.py", "_apply"), frame("/home/a/train.py", "main")], "loading"),
         ([frame(f"{TORCH}/utils/data/_utils/pin_memory.py", "pin"), frame("/home/a/train.py", "main")], "data_wait"),
         ([frame("/home/a/train.py", "main")], None),
+        *(
+            (
+                [frame(f"{TORCH}/nn/modules/linear.py", "linear"), frame(f"{TORCH}/nn/modules/module.py", call)],
+                "forward",
+            )
+            for call in ("_call_impl", "_wrapped_call_impl")
+        ),
         ([ENGINE], "backward"),
     ],
 )

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_memprof.account.snapshot.replay import FreeRange, free_ranges, replay
-from lightning_memprof.account.snapshot.report import HeldLine, Imbalance, LargeBlock, SnapshotReport, snapshot_report
+from lightning_memprof.account.snapshot.report import HeldLine, SnapshotReport, snapshot_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.snapshot.reader import parse_snapshot
-from lightning_memprof.units import MIB
 from snapshots import (
     LINEAR,
     MODEL,
@@ -42,7 +41,6 @@ def test_holders_are_folded_to_the_users_line_with_what_it_called(tmp_path):
         HeldLine(site=TRAIN_LINE, called=(), bytes=9, blocks=1, stacks=1),
     )
     assert sum(line.bytes for line in device.lines_at_peak) == device.peak_requested_bytes == 1609
-    assert device.largest_at_peak[0] == LargeBlock(address=0, bytes=1000, site=MODEL_LINE, born_us=START_US)
 
 
 def test_holders_are_summed_by_function_over_its_lines(tmp_path):
@@ -56,44 +54,10 @@ def test_holders_are_summed_by_function_over_its_lines(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("peaks", "found"),
-    [
-        ((1000, 400, 600), Imbalance(0, 1000 * MIB, 500 * MIB)),
-        ((400, 1000), Imbalance(1, 1000 * MIB, 400 * MIB)),
-        ((1000, 900), None),
-        ((50, 1), None),
-        ((1000,), None),
-    ],
-)
-def test_a_device_with_a_higher_peak_than_the_others_is_named(tmp_path, peaks, found):
-    segments = [segment(block(0, peak * MIB), device=device) for device, peak in enumerate(peaks)]
-    assert reported(tmp_path, snapshot(segments, [])).imbalance == found
-
-
 def test_a_failed_request_has_the_line_that_asked(tmp_path):
     report = reported(tmp_path, snapshot([segment(block(0, 1024))], [event("alloc", 0, 1024), failed(4096, 100)]))
     assert report.oom is not None
     assert report.oom.site == TRAIN_LINE
-
-
-def test_the_oldest_holder_is_from_before_the_ring_and_then_by_age(tmp_path):
-    ring = [
-        event("alloc", 0, 10, TRAIN),
-        event("alloc", 512, 20, MODEL),
-        event("alloc", 1024, 30, MODEL),
-        *freed(512, 20),
-    ]
-    live = [segment(block(0, 10), block(1024, 30), block(2048, 500, LINEAR, TRAIN), block(4096, 5))]
-    (device,) = reported(tmp_path, snapshot(live, ring)).devices
-    assert [
-        (holder.holder.site, holder.holder.bytes, holder.before_ring_bytes, holder.age_us) for holder in device.oldest
-    ] == [
-        (TRAIN_LINE, 500, 500, None),
-        ("", 5, 5, None),
-        (TRAIN_LINE, 10, 0, 4000),
-        (MODEL_LINE, 30, 0, 2000),
-    ]
 
 
 def test_a_failed_request_has_what_was_live_and_the_largest_free_piece(tmp_path):
@@ -119,21 +83,6 @@ def test_the_last_failed_request_of_all_devices_counts(tmp_path):
     report = reported(tmp_path, snapshot([segment(block(0, 5)), segment(block(0, 5), device=1)], *rings))
     assert report.oom is not None
     assert (report.oom.device, report.oom.requested_bytes, len(report.devices)) == (1, 2, 2)
-
-
-def test_pools_and_streams_are_told_apart(tmp_path):
-    segments = [
-        segment(block(0, 512), unused(512, 512)),
-        segment(unused(4096, 2048), segment_pool_id=(0, 1), is_expandable=True),
-        segment(block(9000, 100), stream=7),
-    ]
-    (device,) = reported(tmp_path, snapshot(segments, [])).devices
-    assert [(pool.pool, pool.stream, pool.reserved_bytes, pool.inactive_bytes) for pool in device.pools] == [
-        ((0, 1), 0, 2048, 2048),
-        ((0, 0), 0, 1024, 512),
-        ((0, 0), 7, 100, 0),
-    ]
-    assert device.snapshot.is_expandable
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from lightning_memprof.account.steps.lines import MIN_LOOKS, spots
+from known import known
+from lightning_memprof.account.steps.lines import MIN_LOOKS, main_spot
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
 
 STEP, HELPER, FORWARD = "Net.training_step", "Net.penalty", "Block.forward"
@@ -16,7 +17,7 @@ def test_the_innermost_function_with_much_of_the_time_comes_first_with_its_line(
         row(STEP, HELPER, ns=10, place="net.py:8"),
         row(STEP, MODULE_CALL, ns=50),
     ]
-    helper, *others = spots(rows)
+    helper = known(main_spot(rows))
     assert (helper.function, helper.share, helper.text, helper.at) == (
         HELPER,
         0.5,
@@ -24,22 +25,20 @@ def test_the_innermost_function_with_much_of_the_time_comes_first_with_its_line(
         ": `svd(weight)`",
     )
     assert helper.is_helper
-    # All of the step's own time is that of the helper: the step itself has no line with most of it.
-    assert others == []
 
 
 def test_a_function_without_a_line_that_has_most_of_its_time_is_named_alone() -> None:
-    (found,) = spots([row(STEP, HELPER, ns=10, place=f"net.py:{line}") for line in range(5)])
+    found = known(main_spot([row(STEP, HELPER, ns=10, place=f"net.py:{line}") for line in range(5)]))
     assert (found.text, found.at) == (HELPER, "")
-    assert spots([row(STEP, MODULE_CALL, FORWARD, ns=10, place=f"net.py:{line}") for line in range(5)]) == []
+    assert main_spot([row(STEP, MODULE_CALL, FORWARD, ns=10, place=f"net.py:{line}") for line in range(5)]) is None
 
 
 def test_a_line_that_calls_a_module_has_no_time_of_its_own() -> None:
-    assert spots([row(STEP, MODULE_CALL, ns=90), row(STEP, ns=10)]) == []
-    forward = spots([row(STEP, MODULE_CALL, FORWARD, ns=90), row(STEP, ns=10)])
-    assert [(found.function, found.is_helper) for found in forward] == [(FORWARD, False)]
+    assert main_spot([row(STEP, MODULE_CALL, ns=90), row(STEP, ns=10)]) is None
+    forward = known(main_spot([row(STEP, MODULE_CALL, FORWARD, ns=90), row(STEP, ns=10)]))
+    assert (forward.function, forward.is_helper) == (FORWARD, False)
 
 
 def test_few_looks_show_no_place() -> None:
-    assert spots([row(STEP, HELPER, ns=90, looks=MIN_LOOKS - 1)]) == []
-    assert spots([]) == []
+    assert main_spot([row(STEP, HELPER, ns=90, looks=MIN_LOOKS - 1)]) is None
+    assert main_spot([]) is None

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_runs import HEALTHY, FakeRun, make_run
+from known import known
 from lightning_memprof.account.ledger.model import Stall
 from lightning_memprof.account.ledger.run import run_ledger
-from lightning_memprof.account.steps.events import classify, exclusive_times
 from lightning_memprof.account.steps.statistics import (
     held_up,
     pulse_statistics,
@@ -22,97 +22,10 @@ from lightning_memprof.account.steps.statistics import (
 )
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, HookRow
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import MIB
-
-ACTIONS = [
-    "[_TrainingEpochLoop].train_dataloader_next",
-    "[Strategy]DDPStrategy.batch_to_device",
-    "[Callback]ModelCheckpoint{'monitor': 'a.b'}.on_train_batch_end",
-    "[LightningModule]Model.on_train_batch_start",
-    "run_training_batch",
-    "[Strategy]DDPStrategy.training_step",
-    "[Strategy]DDPStrategy.backward",
-    "[LightningModule]Model.optimizer_step",
-    "optimizer_step",
-    "[Strategy]DDPStrategy.validation_step",
-]
-
-
-def action(name: str, start: int, duration: int, depth: int = 0) -> dict[str, Any]:
-    return {"action": name, "start_ns": start, "duration_ns": duration, "depth": depth}
-
-
-@pytest.mark.parametrize(
-    ("name", "stage", "phase"),
-    [
-        ("[_TrainingEpochLoop].train_dataloader_next", "fit", "data_wait"),
-        ("[Strategy]SingleDeviceStrategy.training_step", "fit", "forward"),
-        ("[Strategy]DDPStrategy.backward", "fit", "backward"),
-        ("[LightningModule]Model.backward", "fit", None),
-        ("[LightningModule]Model.optimizer_step", "fit", "optimizer"),
-        ("optimizer_step", "fit", "optimizer"),
-        ("[LightningModule]Model.optimizer_zero_grad", "fit", "optimizer"),
-        ("[LightningModule]Model.configure_gradient_clipping", "fit", "optimizer"),
-        ("[Callback]EarlyStopping{'monitor': 'val.loss'}.on_train_batch_end", "fit", "callbacks"),
-        ("[Callback]X.on_validation_epoch_end", "fit", "callbacks"),
-        ("[Callback]X.on_validation_batch_end", "fit", "other"),
-        ("[Callback]X.on_validation_batch_end", "validate", "callbacks"),
-        ("[Strategy]X.validation_step", "fit", "other"),
-        ("[Strategy]X.validation_step", "validate", "forward"),
-        ("[_EvaluationLoop].val_next", "fit", None),
-        ("[_EvaluationLoop].val_next", "validate", "data_wait"),
-        ("[_EvaluationLoop].test_next", "test", "data_wait"),
-        ("[_PredictionLoop].predict_next", "predict", "data_wait"),
-        ("[Strategy]X.predict_step", "predict", "forward"),
-        ("run_training_batch", "fit", None),
-        ("save_checkpoint", "fit", None),
-    ],
-)
-def test_actions_belong_to_phases(name: str, stage: str, phase: str | None) -> None:
-    assert classify(name, stage) == phase
-
-
-def test_time_counts_for_the_innermost_action() -> None:
-    rows = [
-        action("[_TrainingEpochLoop].train_dataloader_next", 0, 10),
-        action("run_training_batch", 15, 80),
-        action("[LightningModule]M.optimizer_step", 16, 70, 1),
-        action("[Strategy]S.training_step", 20, 20, 2),
-        action("[Callback]C.on_before_backward", 38, 2, 3),
-        action("[Strategy]S.backward", 40, 30, 2),
-        action("[Callback]C.on_train_batch_end", 95, 5),
-    ]
-    assert exclusive_times([HookRow(**row) for row in rows], 0, 100, "fit") == {
-        "data_wait": 10,
-        "forward": 18,
-        "backward": 30,
-        "optimizer": 20,
-        "callbacks": 7,
-        "other": 15,
-    }
-
-
-nested_rows = st.lists(
-    st.builds(
-        action,
-        st.sampled_from(ACTIONS),
-        st.integers(-100, 1_100),
-        st.integers(-5, 1_500),
-        st.integers(0, 4),
-    ),
-    max_size=30,
-)
-
-
-@given(nested_rows, st.integers(0, 1_000))
-def test_phases_sum_to_the_step_for_any_rows(rows: list[dict[str, Any]], length: int) -> None:
-    times = exclusive_times([HookRow(**row) for row in rows], 0, length, "fit")
-    assert tuple(times) == PHASES
-    assert sum(times.values()) == length
-    assert min(times.values()) >= 0
 
 
 @given(st.lists(st.lists(st.integers(0, 10**9), min_size=6, max_size=6), min_size=1, max_size=20))
@@ -123,8 +36,7 @@ def test_the_mean_breakdown_of_the_pulse_sums_to_its_mean_step(tmp_path_factory:
         trace=False,
         phases=lambda _rank, step: dict(zip(PHASES, rows[step], strict=True)),
     )
-    statistics = pulse_statistics(load_run(make_run(tmp_path_factory.mktemp("run"), fake)).lead)
-    assert statistics is not None
+    statistics = known(pulse_statistics(load_run(make_run(tmp_path_factory.mktemp("run"), fake)).lead))
     assert sum(ns or 0 for ns in statistics.breakdown_ns.values()) == statistics.mean_ns
     assert statistics.median_ns <= statistics.p90_ns <= statistics.max_ns or statistics.used < 3
 
@@ -192,8 +104,7 @@ def test_on_an_accelerator_the_devices_clock_and_memory_are_taken(tmp_path: Path
     assert first.device.allocated_bytes == 102 * MIB
     assert first.device.reserved_bytes == 230 * MIB
     assert first.device.peak_allocated_bytes == 166 * MIB
-    statistics = pulse_statistics(rank)
-    assert statistics is not None
+    statistics = known(pulse_statistics(rank))
     assert statistics.clock == "device"
     assert statistics.breakdown_ns["callbacks"] is None
 
@@ -203,8 +114,7 @@ def test_the_devices_clock_is_used_where_most_steps_have_it(tmp_path: Path, ever
     pulse = load_run(make_run(tmp_path, FakeRun(device_bytes=lambda _: MIB))).lead.pulse
     empty: dict[str, Any] = {name: None for name in PULSE_COLUMNS if name.startswith("device_")}
     rows = [row if (row["step"] or 0) % every == 0 else msgspec.structs.replace(row, **empty) for row in pulse]
-    found = typical_in(rows)
-    assert found is not None
+    found = known(typical_in(rows))
     assert found.clock == clock
     assert len(found.steps) == 26  # without the first step and those of a window
 
@@ -225,8 +135,7 @@ def test_a_step_that_waits_for_the_profiler_on_another_rank_is_neither_typical_n
     waiting = load_run(directory).lead
     assert sorted(held_up(waiting)) == [step]
     assert stalls_of(waiting) == ()
-    statistics = pulse_statistics(waiting)
-    assert statistics is not None
+    statistics = known(pulse_statistics(waiting))
     without = "the first, those in windows and those that waited for the profiler on another rank"
     assert statistics.basis == f"25 of 30 steps, without {without}"
 
@@ -238,8 +147,7 @@ def test_where_nearly_all_steps_wait_for_another_rank_they_count(tmp_path: Path)
 
 
 def stalls_of(rank: Rank) -> tuple[Stall, ...]:
-    ledger = run_ledger(rank)
-    assert ledger is not None
+    ledger = known(run_ledger(rank))
     return ledger.stalls
 
 
@@ -257,8 +165,7 @@ def stalls_of(rank: Rank) -> tuple[Stall, ...]:
 def test_statistics_say_which_steps_they_rest_on(
     tmp_path: Path, steps: int, windows: tuple[tuple[int, ...], ...], basis: str
 ) -> None:
-    statistics = pulse_statistics(load_run(make_run(tmp_path, FakeRun(steps=steps, windows=windows))).lead)
-    assert statistics is not None
+    statistics = known(pulse_statistics(load_run(make_run(tmp_path, FakeRun(steps=steps, windows=windows))).lead))
     assert statistics.basis == basis
     assert statistics.steps == steps
     if "first" in basis:
@@ -273,8 +180,7 @@ def test_steps_without_device_timestamps_are_left_out_and_counted(tmp_path: Path
     fields = lines[-1].split(",")
     fields[at] = ""
     path.write_text("\n".join([*lines[:-1], ",".join(fields)]) + "\n")
-    statistics = pulse_statistics(load_run(tmp_path).lead)
-    assert statistics is not None
+    statistics = known(pulse_statistics(load_run(tmp_path).lead))
     assert statistics.clock == "device"
     assert statistics.basis == ("25 of 30 steps, without the first, those in windows and 1 without device timestamps")
 
@@ -284,25 +190,10 @@ def test_a_run_without_a_step_has_no_statistics(tmp_path: Path) -> None:
     assert typical_steps(load_run(tmp_path).lead) is None
 
 
-def test_typical_steps_are_those_that_the_statistics_rest_on(tmp_path: Path) -> None:
-    rank = load_run(make_run(tmp_path)).lead
-    typical, statistics = typical_steps(rank), pulse_statistics(rank)
-    assert typical is not None
-    assert statistics is not None
-    assert [step for step, _, _ in typical.steps] == list(range(4, 30))
-    assert (typical.basis, typical.clock) == (statistics.basis, "host")
-
-
-def test_the_typical_steps_of_a_rank_are_found_once(tmp_path: Path) -> None:
-    rank = load_run(make_run(tmp_path)).lead
-    assert typical_steps(rank) is typical_steps(rank)
-
-
 def test_a_validation_has_neither_backward_nor_optimizer(tmp_path: Path) -> None:
     evaluation = {**HEALTHY, "backward": 0, "optimizer": 0}
     rank = load_run(make_run(tmp_path, FakeRun(stage="validate", phases=lambda *_: evaluation))).lead
-    statistics = pulse_statistics(rank)
-    assert statistics is not None
+    statistics = known(pulse_statistics(rank))
     assert (statistics.breakdown_ns["backward"], statistics.breakdown_ns["optimizer"]) == (None, None)
     assert statistics.breakdown_ns["forward"] == HEALTHY["forward"]
     step, *_ = window_steps(rank, rank.windows[0])

@@ -82,17 +82,3 @@ def test_collectives_of_any_library_are_known_by_their_kernels(name, collective,
     found = report(tmp_path, kernel(0, 10, name=name))
     assert found.kernels[0].kind == "communication"
     assert [row.name for row in found.collectives] == [collective]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "triton_red_fused_all_reduce_mean_0",
-        "void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)",
-        "void cub::DeviceReduceKernel<blockAllReduce>(int)",
-        "void warpAllReduceKernel<float>(float*)",
-        "void at::native::index_elementwise_kernel<128, 4>(long)",
-    ],
-)
-def test_kernels_that_reduce_on_one_device_compute(name, tmp_path):
-    assert report(tmp_path, kernel(0, 10, name=name)).kernels[0].kind == "compute"

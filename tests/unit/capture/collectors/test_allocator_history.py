@@ -63,30 +63,6 @@ def test_by_default_the_end_of_the_windows_last_step_is_dumped_before_the_ring_i
     assert cuda.history == "off"
 
 
-@pytest.mark.parametrize(
-    ("dumps", "names"),
-    [
-        ("last_end", ["4.end"]),
-        ("every_end", ["3.end", "4.end"]),
-        ("every_start_and_end", ["3.end", "3.start", "4.end", "4.start"]),
-    ],
-)
-def test_snapshots_are_named_by_function_step_and_edge(cuda: FakeCuda, run: RunContext, dumps: Any, names: Any) -> None:
-    with session(run, SCHEDULE, [AllocatorHistory(dumps=dumps)]) as made:
-        drive(made, range(6), allocate(cuda))
-    assert snapshots(run) == [f"cuda_alloc_rank_0.training_step.{name}.pickle" for name in names]
-    assert cuda.calls[-1] == ("off", {})
-
-
-def test_a_snapshot_at_an_edge_holds_what_was_allocated_until_then(cuda: FakeCuda, run: RunContext) -> None:
-    with session(run, SCHEDULE, [AllocatorHistory(dumps="every_start_and_end")]) as made:
-        drive(made, range(6), allocate(cuda))
-    prefix = "cuda_alloc_rank_0.training_step"
-    assert sizes(run, f"{prefix}.3.start.pickle") == [101]
-    assert sizes(run, f"{prefix}.3.end.pickle") == sizes(run, f"{prefix}.4.start.pickle") == [101, 102]
-    assert sizes(run, f"{prefix}.4.end.pickle") == [101, 102, 103]
-
-
 def test_snapshots_are_pickles_of_protocol_4_and_listed(cuda: FakeCuda, run: RunContext) -> None:
     with session(run, SCHEDULE, [AllocatorHistory()]) as made:
         drive(made, range(6), allocate(cuda))
@@ -99,16 +75,13 @@ def test_snapshots_are_pickles_of_protocol_4_and_listed(cuda: FakeCuda, run: Run
     assert found == [("snapshot", f"memprofiler/{name}", 0)]
 
 
-@pytest.mark.parametrize("dumps", ["last_end", "every_end"])
-def test_an_exception_in_a_step_still_dumps_the_ring_once_and_switches_it_off(
-    cuda: FakeCuda, run: RunContext, dumps: Any
-) -> None:
+def test_an_exception_in_a_step_still_dumps_the_ring_once_and_switches_it_off(cuda: FakeCuda, run: RunContext) -> None:
     def inside(step: int) -> None:
         cuda.allocate(100 + step)
         if step == 2:
             raise torch.OutOfMemoryError
 
-    opened = session(run, SCHEDULE, [AllocatorHistory(dumps=dumps)])
+    opened = session(run, SCHEDULE, [AllocatorHistory()])
     with pytest.raises(torch.OutOfMemoryError), opened as made:
         drive(made, range(6), inside)
     assert snapshots(run) == ["cuda_alloc_rank_0.training_step.3.end.pickle"]
@@ -157,10 +130,10 @@ def test_a_history_that_was_started_before_the_model_is_in_the_first_snapshot(cu
 
 def test_the_ring_is_bounded_and_the_stacks_are_pythons(cuda: FakeCuda) -> None:
     start_memory_history()
-    start_memory_history(max_entries=5, stacks="all")
+    start_memory_history(max_entries=5)
     first, second = (keywords for _, keywords in cuda.calls)
     assert (first["max_entries"], first["stacks"]) == (100_000, "python")
-    assert (second["max_entries"], second["stacks"]) == (5, "all")
+    assert (second["max_entries"], second["stacks"]) == (5, "python")
 
 
 def test_a_torch_that_does_not_know_a_keyword_is_not_given_it() -> None:

@@ -31,7 +31,6 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 500 * MIB
         self.taken: list[int] = []
-        monkeypatch.setattr(holders, "ResidentSize", lambda: self)
         real = holders.take_census
 
         def take(step: int, *rest: Any) -> census.Census:
@@ -41,8 +40,10 @@ class Memory:
 
         monkeypatch.setattr(holders, "take_census", take)
 
-    def read(self) -> int:
+    def read(self, _step: int | None = None) -> int:
         return self.bytes
+
+    after_step = read
 
     def close(self) -> None:
         pass
@@ -55,6 +56,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 def follow(run: RunContext, memory: Memory, sizes: Iterable[int], windows: tuple[int, ...] = ()) -> list[Any]:
     """Follow steps of a second with these resident sizes in MiB; return the rows."""
+    run.resident = memory  # type: ignore[assignment]
     with Holders(seconds=60).follow(run) as on_step:
         assert on_step is not None
         for step, size in enumerate(sizes):
@@ -89,13 +91,13 @@ def test_growth_is_counted_once_then_searched_for_ever_more_rarely_and_at_the_en
 ) -> None:
     with context(tmp_path) as run:
         rows = follow(run, memory, [500 + 4 * step for step in range(200)])
-        assert run.progress.apart_ns["holders"] > 0
+        assert run.apart_ns["holders"] > 0
         pauses = [row["ns"] for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "pause"]
     # At 8 MiB, 32 MiB later, four times as far, and at the end.
     assert memory.taken == [7, 15, 39, 135, 199]
     # Other ranks do not wait for the last.
     assert len(pauses) == 4
-    assert run.progress.apart_ns["holders"] == sum(pauses)
+    assert run.apart_ns["holders"] == sum(pauses)
     assert {row["since_step"] for row in rows} == {7}
     assert rows[-1]["kind"] in ("remainder", "free memory")
     assert rows[-1]["grown_bytes"] == 4 * 192 * MIB
@@ -143,7 +145,7 @@ def test_a_window_is_compared_only_if_it_is_asked_for(tmp_path: Path, asked: boo
     with context(tmp_path, on_error="raise") as run:
         model = Kept()
         run.__dict__["model"] = model
-        run.progress.holders_asked = asked
+        run.holders_asked = asked
         with session(run, every_step, [Holders(seconds=60)]) as made:
             drive(made, range(8), lambda _: model.kept.append(torch.ones(512, 512)))
         path = run.sink.place.directory / "holders.rank00000.jsonl"
@@ -161,7 +163,7 @@ def test_a_search_that_fails_is_a_failure_of_the_collector(
 
     monkeypatch.setattr(holders, "grown_holders", fail)
     with context(tmp_path) as run:
-        run.progress.holders_asked = True
+        run.holders_asked = True
         with session(run, every_step, [Holders(seconds=60)]) as made:
             drive(made, range(8))
         assert "holders" in run.faults.disabled

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-import pickle
 import signal
 import threading
 import time
@@ -20,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 from torch.utils.data._utils import fetch
 
 from lightning_memprof.artifacts.series import HookRow
-from lightning_memprof.capture.base import TimedPart
+from lightning_memprof.capture.base import TimedPart, unix_offset_ns
 from lightning_memprof.capture.collectors.hook_timings import ActionLog, HookTimings, timed_fetches, timed_parts
 from lightning_memprof.schedule import Mark, Point, Schedule
 from recorded_rows import read_series
@@ -39,7 +37,7 @@ class Node:
 names = st.sampled_from(["a", "b", "[Strategy]X.backward", "step"])
 leaves = st.builds(Node, names, st.integers(1, 1000))
 trees = st.recursive(leaves, lambda inner: st.builds(Node, names, st.integers(1, 1000), st.lists(inner, max_size=3)))
-steps_of_trees = st.lists(st.lists(trees, min_size=1, max_size=4), max_size=4)
+steps_of_trees = st.lists(st.lists(trees, max_size=4), max_size=4)
 
 
 class Script:
@@ -97,13 +95,6 @@ def test_nested_actions_come_back_with_their_exact_names_times_and_depths(steps:
     assert script.log.rows() == script.expected
 
 
-def test_a_log_grows_beyond_what_was_preallocated() -> None:
-    script = Script()
-    for step in range(3):
-        script.play(step, [Node(f"action {number}", 1) for number in range(3000)])
-    assert script.log.rows() == script.expected
-
-
 def mark(point: Point, step: int = 2) -> Mark:
     return Mark(step, step, point, recorded=True, time_ns=time.time_ns())
 
@@ -113,7 +104,7 @@ def actions(log: ActionLog) -> list[tuple[str | None, int | None]]:
 
 
 def test_the_end_of_an_action_that_began_before_the_log_is_left_out() -> None:
-    log = ActionLog()
+    log = ActionLog(unix_offset_ns())
     log.stop("earlier")
     log.mark(mark(Point.STEP_START))
     log.stop("earlier")
@@ -125,7 +116,7 @@ def test_the_end_of_an_action_that_began_before_the_log_is_left_out() -> None:
 
 
 def test_an_action_that_did_not_end_is_left_out_and_its_inner_ones_stay() -> None:
-    log = ActionLog()
+    log = ActionLog(unix_offset_ns())
     log.mark(mark(Point.STEP_START))
     log.start("interrupted")
     log.start("a")
@@ -136,33 +127,6 @@ def test_an_action_that_did_not_end_is_left_out_and_its_inner_ones_stay() -> Non
     log.stop("b")
     log.mark(mark(Point.STEP_END, 3))
     assert actions(log) == [("step", -1), ("a", 1), ("step", -1), ("b", 0)]
-
-
-def test_actions_between_two_steps_do_not_belong_to_the_next_one() -> None:
-    log = ActionLog()
-    log.mark(mark(Point.STEP_START, 2))
-    log.start("a")
-    log.stop("a")
-    log.mark(mark(Point.STEP_END, 2))
-    log.mark(mark(Point.STEP_START, 3))
-    log.start("b")
-    log.stop("b")
-    log.mark(mark(Point.STEP_END, 3))
-    assert [(row.step, row.action) for row in log.rows()] == [(2, "step"), (2, "a"), (3, "step"), (3, "b")]
-
-
-def test_an_empty_log_has_no_rows() -> None:
-    assert ActionLog().rows() == []
-
-
-def test_a_step_without_actions_has_its_own_row() -> None:
-    log = ActionLog()
-    start, end = mark(Point.STEP_START), mark(Point.STEP_END)
-    log.mark(start)
-    log.mark(end)
-    (row,) = log.rows()
-    assert (row.action, row.depth) == ("step", -1)
-    assert (row.duration_ns or 0) >= 0
 
 
 def test_the_collector_listens_in_its_window_only_and_writes_its_rows(tmp_path: Path) -> None:
@@ -279,15 +243,6 @@ def test_calls_of_other_threads_are_not_told() -> None:
         thread.start()
         thread.join()
     assert (heard.events, part.calls) == ([], [1])
-
-
-def test_a_part_is_copied_and_pickled_without_us() -> None:
-    heard, part = Heard(), sgd()
-    with timed_parts([TimedPart(part, "step", "step")], heard.start, heard.stop):
-        copied, pickled = copy.deepcopy(part), pickle.loads(pickle.dumps(part))  # noqa: S301 our own
-        copied.step()
-        pickled.step()
-    assert heard.events == []
 
 
 def test_an_optimizer_whose_step_a_scheduler_has_taken_is_told_and_gets_the_same_step_back() -> None:

@@ -16,7 +16,7 @@ import torch
 from lightning_memprof import Collector, RunContext
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.collectors.host import ActionMemory, HostMemory, ProcessLog
-from lightning_memprof.capture.loader_workers import WorkerMemory, worker_memory, worker_pids
+from lightning_memprof.capture.loader_workers import worker_memory, worker_pids
 from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize
 from lightning_memprof.capture.threads import CoreWait
 from lightning_memprof.collectors import Window
@@ -25,8 +25,6 @@ from lightning_memprof.units import GIB, MIB
 from recorded_rows import read_series
 from sessions import POINTS, Times, context, drive, session
 from training import manifest
-
-PEAK = "from lightning_memprof.capture.collectors.host import peak_rss_bytes; print(peak_rss_bytes(0))"
 
 
 def test_every_mark_has_sizes_and_only_the_end_of_the_window_the_unique_one(tmp_path: Path) -> None:
@@ -95,7 +93,7 @@ def record(step: int, window: int | None = None) -> StepRecord:
 
 
 def test_a_validation_is_a_row_with_the_resident_memory_at_its_batches(tmp_path: Path) -> None:
-    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize())
     log.on_step(record(0))
     for _ in range(5):
         log.validation_batch()
@@ -115,7 +113,7 @@ def test_a_rise_of_the_peak_is_that_of_the_innermost_action_outside_the_steps(
 ) -> None:
     peaks = iter([100, 400, 410, 700, 705, 900, 900])
     monkeypatch.setattr("lightning_memprof.capture.collectors.host.peak_rss_bytes", lambda _: next(peaks) * MIB)
-    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize())
     # What steps add before an action is not its own, nor is what an inner one adds.
     for action in ("outer", "inner", None, None, "later", None):
         log.rare_action(action)
@@ -132,7 +130,7 @@ def test_a_thread_that_computes_in_a_short_window_is_watched_for_longer(tmp_path
         while not ended.is_set():
             sum(range(1000))
 
-    log, path = ProcessLog(tmp_path / "processes.jsonl", 0), tmp_path / "processes.jsonl"
+    log, path = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize()), tmp_path / "processes.jsonl"
     log.on_step(record(0, window=0))
     spinning = threading.Thread(target=spin)
     spinning.start()
@@ -156,7 +154,7 @@ def test_a_thread_that_computes_in_a_short_window_is_watched_for_longer(tmp_path
 
 
 def test_a_run_without_workers_and_validations_has_no_file(tmp_path: Path) -> None:
-    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize())
     log.on_step(record(0))
     assert not log.close()
     assert not list(tmp_path.iterdir())
@@ -181,7 +179,7 @@ def test_worker_processes_are_sampled_when_their_time_has_come(tmp_path: Path, m
     worker.start()
     try:
         assert worker.pid in worker_pids()
-        log = ProcessLog(tmp_path / "processes.jsonl", 0)
+        log = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize())
         for step, second in enumerate((0.5, 20.1, 20.2, 21.2)):
             now[0] = int(second * 1e9)
             log.on_step(record(step))
@@ -201,7 +199,7 @@ def test_a_short_run_has_a_last_sample_of_its_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], sampled: list[int]
 ) -> None:
     now = sampling(monkeypatch, [Child(1)])
-    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize())
     for step, second in enumerate(seconds):
         now[0] = int(second * 1e9)
         log.on_step(record(step))
@@ -210,13 +208,16 @@ def test_a_short_run_has_a_last_sample_of_its_workers(
     assert [row["step"] for row in rows if row["kind"] == "workers"] == sampled
 
 
+WORKER = {"pss_bytes": 2 * MIB, "private_bytes": MIB, "shared_bytes": 4 * MIB}
+
+
 def sampling(monkeypatch: pytest.MonkeyPatch, children: list[Child]) -> list[int]:
     """Return the time, after replacing the processes of this machine."""
     now = [0]
     host = "lightning_memprof.capture.collectors.host."
     monkeypatch.setattr(f"{host}perf_counter_ns", lambda: now[0])
     monkeypatch.setattr(f"{host}new_workers", lambda _: children)
-    monkeypatch.setattr(f"{host}worker_memory", lambda _: WorkerMemory(2 * MIB, MIB, 4 * MIB))
+    monkeypatch.setattr(f"{host}worker_memory", lambda _: dict(WORKER))
     return now
 
 
@@ -235,7 +236,7 @@ def test_workers_whose_memory_this_system_does_not_have_are_a_reason(
 
 def test_a_step_reads_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = sampling(monkeypatch, [Child(1), Child(2), Child(3)])
-    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize())
     now[0] = 20_000_000_000
     written = []
     for step in range(3):
@@ -250,13 +251,13 @@ def test_a_step_reads_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_wait_for_a_core_does_not_delay_the_next_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = sampling(monkeypatch, [Child(1)])
 
-    def read(_: int) -> WorkerMemory:
+    def read(_: int) -> dict[str, int]:
         # Processor time is next to nothing.
         now[0] += 200_000_000
-        return WorkerMemory(2 * MIB, MIB, 4 * MIB)
+        return dict(WORKER)
 
     monkeypatch.setattr("lightning_memprof.capture.collectors.host.worker_memory", read)
-    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize())
     for step in range(45):
         now[0] = max(now[0], step * 100_000_000)
         log.on_step(record(step))
@@ -269,7 +270,7 @@ def test_a_worker_that_died_has_its_exit_code_and_its_last_size(
 ) -> None:
     children = [Child(1), Child(2), Child(3)]
     now = sampling(monkeypatch, children)
-    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0, ResidentSize())
     now[0] = 20_000_000_000
     for step in range(3):
         log.on_step(record(step))
@@ -314,20 +315,19 @@ def test_a_process_that_is_gone_has_no_memory() -> None:
     worker.start()
     worker.join()
     assert worker.pid is not None
-    assert worker_memory(worker.pid) is None
+    assert worker_memory(worker.pid) == {}
 
 
 def test_only_the_programs_own_actions_have_a_change_of_resident_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = [GIB]
     monkeypatch.setattr(ResidentSize, "read", lambda _: resident[0])
     hook, fetch = "[Callback]Keeps.on_train_batch_end", "[_TrainingEpochLoop].train_dataloader_next"
-    actions = ActionMemory({hook, fetch, "[LightningModule]Net.optimizer_step", "save_checkpoint"})
-    actions.mark(Mark(step=3, global_step=3, point=Point.STEP_START, time_ns=0, recorded=True))
+    actions = ActionMemory({hook, fetch, "[LightningModule]Net.optimizer_step", "save_checkpoint"}, ResidentSize())
+    actions.mark = Mark(step=3, global_step=3, point=Point.STEP_START, time_ns=0, recorded=True)
     for name in ("[LightningModule]Net.optimizer_step", "save_checkpoint", fetch, hook):
         actions.start(name)
         resident[0] += 8 * MIB if name == hook else 0
         actions.stop(name)
-    actions.close()
     assert [(row.action, row.step, row.rss_change_bytes) for row in actions.rows] == [(fetch, 3, 0), (hook, 3, 8 * MIB)]
 
 
@@ -339,9 +339,8 @@ def test_the_heap_of_a_hook_is_not_read_again_where_that_takes_longer_than_the_h
     now = itertools.count(0, 80_000)
     monkeypatch.setattr("lightning_memprof.capture.sources.memory.thread_time_ns", lambda: next(now))
     hook = "[Callback]Keeps.on_train_batch_end"
-    actions = ActionMemory({hook})
-    actions.mark(Mark(step=3, global_step=3, point=Point.STEP_START, time_ns=0, recorded=True))
+    actions = ActionMemory({hook}, ResidentSize())
+    actions.mark = Mark(step=3, global_step=3, point=Point.STEP_START, time_ns=0, recorded=True)
     actions.start(hook)
     actions.stop(hook)
-    actions.close()
     assert [row.heap_change_bytes for row in actions.rows] == [None]

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from fake_devices import FakeCuda
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
-from lightning_memprof.capture.collectors.oom import OOMAutopsy, OomWatch, memory_error, where
+from lightning_memprof.capture.collectors.oom import OOMAutopsy, OomWatch, memory_error
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.sources import holders
 from lightning_memprof.capture.sources.oom_state import (
@@ -376,24 +377,26 @@ def test_running_out_of_memory_is_recognised_by_type_and_torchs_cpu_allocator_by
     assert (None if found is None else found[1]) == memory
 
 
-def test_torchs_own_cpu_allocator_is_recognised_and_says_how_much(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fail", "size", "source"),
+    [
+        (lambda: torch.empty(2**60, dtype=torch.uint8), 2**60, "message"),
+        (lambda: np.empty(2**60, dtype=np.uint8), 2**60, "exception"),
+        (lambda: bytearray(2**60), None, None),
+    ],
+    ids=["torch", "numpy", "Python"],
+)
+def test_the_hosts_memory_error_has_the_size_where_its_library_tells_it(
+    fail: Callable[[], object], size: int | None, source: str | None, tmp_path: Path
+) -> None:
     with context(tmp_path) as run, watched(run) as (_, watch):
-        event = watch.ended_by(caught(lambda: torch.empty(2**60, dtype=torch.uint8)))
+        event = watch.ended_by(caught(fail))
     assert event is not None
-    assert (event["memory"], event["device"], event["asked_bytes"]) == ("host", "cpu", 2**60)
+    assert (event["memory"], event["device"], event["asked_bytes"], event["asked_source"]) == (
+        *("host", "cpu", size),
+        source,
+    )
     assert event["unavailable"] == {"snapshot": "the host's allocator keeps no history"}
-
-
-def test_numpys_memory_error_says_how_much_and_pythons_own_does_not(tmp_path: Path) -> None:
-    import numpy as np
-
-    with context(tmp_path) as run, watched(run) as (_, watch):
-        numpy_event = watch.ended_by(caught(lambda: np.empty(2**60, dtype=np.uint8)))
-        python_event = watch.ended_by(caught(lambda: bytearray(2**60)))
-    assert numpy_event is not None
-    assert python_event is not None
-    assert (numpy_event["asked_bytes"], numpy_event["asked_source"]) == (2**60, "exception")
-    assert (python_event["asked_bytes"], python_event["asked_source"]) == (None, None)
 
 
 def test_bytes_by_category_are_the_closed_form_and_each_storage_counts_once() -> None:
@@ -568,10 +571,12 @@ def test_the_hosts_figures_are_this_process(tmp_path: Path) -> None:
 
 
 def test_between_steps_and_before_the_first_one_the_place_is_not_known(run: RunContext) -> None:
-    with watched(run) as (made, _):
-        assert set(where(run.progress).values()) == {None}
+    names = ("step", "global_step", "epoch", "phase", "point", "window")
+    with watched(run) as (made, watch):
+        assert [watch._event("host", [], "cpu")[name] for name in names] == [None] * 6
         made.begin_step(next(positions([3])))
-        assert list(where(run.progress).values())[:5] == [3, 3, 0, "other", Point.STEP_START.value]
+        found = [watch._event("host", [], "cpu")[name] for name in names]
+        assert found == [3, 3, 0, "other", Point.STEP_START.value, None]
 
 
 def test_batches_and_optimizers_of_the_run_are_asked_for(cuda: FakeCuda, run: RunContext) -> None:

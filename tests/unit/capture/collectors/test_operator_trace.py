@@ -13,7 +13,6 @@ from torch import nn
 
 from lightning_memprof.capture.collectors import operator_trace
 from lightning_memprof.capture.collectors.operator_trace import NvtxRanges, OperatorTrace
-from lightning_memprof.capture.sources.kineto import module_ranges
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
 from recorded_rows import read_rows
@@ -121,6 +120,7 @@ def test_an_exception_in_a_step_still_saves_the_trace(tmp_path: Path) -> None:
         opened = session(run, Schedule(), [OperatorTrace()])
         with pytest.raises(RuntimeError), opened as made:
             drive(made, range(6), inside)
+        assert not is_hooked()
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")
     assert "ProfilerStep#2" in {event.get("name") for event in events(trace)}
 
@@ -139,19 +139,6 @@ def test_the_user_gets_the_real_profile_and_may_export_it(tmp_path: Path) -> Non
     (ours,) = (tmp_path / "log").glob("*.pt.trace.json.gz")
     assert json.loads((tmp_path / "own.json").read_text())["traceEvents"] == events(ours)
     assert events(tmp_path / "own.json.gz") == events(ours)
-
-
-def test_a_callback_of_the_user_that_fails_costs_the_trace_nothing(tmp_path: Path) -> None:
-    def ready(_: object) -> None:
-        raise ZeroDivisionError
-
-    with context(tmp_path) as run:
-        with session(run, Schedule(), [OperatorTrace(on_trace_ready=ready)]) as made:
-            drive(made, range(6))
-        errors = [row for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "error"]
-    assert [(row["collector"], row["message"]) for row in errors] == [("operator_trace", "ZeroDivisionError")]
-    (trace,) = tmp_path.glob("*.pt.trace.json.gz")
-    assert events(trace)
 
 
 def test_a_callback_that_fails_where_the_program_starts_its_own_profiler_does_not_fail_that_one(tmp_path: Path) -> None:
@@ -199,19 +186,6 @@ def test_traces_may_go_elsewhere_and_are_then_listed_by_their_absolute_path(tmp_
 def test_an_unknown_activity_is_refused_at_once_with_the_known_ones(activity: Any) -> None:
     with pytest.raises(ConfigError, match="is unknown; use cpu, "):
         OperatorTrace(activities=["cpu", activity])
-
-
-def test_module_ranges_leave_no_hook_behind_where_the_body_raises() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-
-    def fail() -> None:
-        with module_ranges(model):
-            assert is_hooked()
-            raise ValueError
-
-    with pytest.raises(ValueError):
-        fail()
-    assert not is_hooked()
 
 
 @pytest.mark.parametrize("wanted", [False, True])

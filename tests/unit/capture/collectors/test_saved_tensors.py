@@ -362,12 +362,3 @@ def test_a_failure_while_reading_is_reported_once_and_training_goes_on(
     assert {(row["collector"], row["where"]) for row in errors} == {("saved_tensors", "hook")}
     assert len(errors) <= 2
     assert [row["point"] for row in rows(tmp_path)] == ["step_end"]
-
-
-def test_a_torch_that_shows_saved_tensors_only_unpacked_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with context(tmp_path) as run:
-        assert SavedTensors().unavailable(run) is None
-        monkeypatch.setattr("lightning_memprof.capture.collectors.saved_tensors.can_read", lambda: False)
-        assert SavedTensors().unavailable(run) == f"torch {torch.__version__} shows saved tensors only unpacked"

@@ -57,18 +57,11 @@ def reasons(run: RunContext) -> list[str]:
     return [row["reason"] for row in manifest(run.sink.place.directory) if row["kind"] == "unavailable"]
 
 
-@pytest.mark.parametrize("interval", [0, 0.05, 61, -1, float("nan"), float("inf"), "1", None, True])
-def test_an_interval_out_of_range_is_refused(interval: Any) -> None:
+@pytest.mark.parametrize("interval", [0, 0.05, 61, float("nan"), float("inf"), "1", None, True])
+def test_an_option_that_means_nothing_is_refused(interval: Any) -> None:
+    SystemStats(interval=60)
     with pytest.raises(ConfigError, match=r"SystemStats\(interval=.*from 0.1 to 60"):
         SystemStats(interval=interval)
-
-
-@pytest.mark.parametrize("interval", [0.1, 1, 60])
-def test_an_interval_in_range_is_taken(interval: float) -> None:
-    SystemStats(interval=interval)
-
-
-def test_always_must_be_a_flag() -> None:
     with pytest.raises(ConfigError, match=r"SystemStats\(always='no'\)"):
         SystemStats(always="no")  # type: ignore[arg-type]
 
@@ -172,11 +165,15 @@ def test_an_exception_in_the_training_ends_the_thread_and_keeps_the_samples(tmp_
     assert len(rows(tmp_path)) == 1
 
 
-def test_always_samples_outside_of_windows_into_its_own_file(tmp_path: Path) -> None:
-    with context(tmp_path) as run:
-        assert record(run, SystemStats(interval=0.1, always=True), step_s=0.2, steps=4) == [1, 2, 2, 2]
-    assert not sampling()
+def test_always_samples_outside_of_windows_into_its_own_file_while_the_run_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "memprofiler" / system_name(0)
+    with context(tmp_path) as run, session(run, lambda _: WINDOW(0), [SystemStats(interval=0.1, always=True)]) as made:
+        drive(made, range(2))
+        deadline = time.monotonic() + 60
+        while file.read_text().count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert json.loads(file.read_text().splitlines()[0])["load_1m"] >= 0
+    assert not sampling()
     whole = read_series(file)
     assert len(whole) >= 2
     assert all(row["step"] is None and row["memory_used_bytes"] > MIB for row in whole)
@@ -184,16 +181,6 @@ def test_always_samples_outside_of_windows_into_its_own_file(tmp_path: Path) -> 
     assert [row["path"] for row in listed if row["kind"] == "artifact" and row["window"] is None] == [
         "memprofiler/system.rank00000.jsonl"
     ]
-
-
-def test_always_writes_while_the_run_goes_on(tmp_path: Path) -> None:
-    file = tmp_path / "memprofiler" / system_name(0)
-    with context(tmp_path) as run, session(run, lambda _: WINDOW(0), [SystemStats(interval=0.1, always=True)]) as made:
-        drive(made, range(2))
-        deadline = time.monotonic() + 60
-        while not file.read_text() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert json.loads(file.read_text().splitlines()[0])["load_1m"] >= 0
 
 
 @pytest.mark.parametrize("uuid", ["11111111-2222", "GPU-11111111-2222"])

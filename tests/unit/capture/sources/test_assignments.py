@@ -100,7 +100,7 @@ def test_nested_classes_variables_closures_and_generators_are_found(program: Any
     assert text_of(Place.of_global("program", "second")) == "first, second = [], []"
     assert text_of(Place.of_closure(program.outer(0), "kept")) == "kept = []"
     assert text_of(Place.of_closure(program.outer(0), "given")) == "def outer(given):"
-    assert text_of(Place.of_local(program.stream.__code__)) == "past = []"
+    assert text_of(Place.of_local(program.stream.__code__, "stream")) == "past = []"
     assert text_of(Place.of_function(program.outer)) == "def outer(given):"
     place = Place.of_class(program.Net)
     assert place is not None
@@ -137,5 +137,5 @@ def test_a_source_that_cannot_be_read_has_no_line(tmp_path: Any, source: str | N
     file = tmp_path / "broken.py"
     if source is not None:
         file.write_text(source)
-    place = Place(file=str(file), name="kept", kind="global")
+    place = Place(name="kept", scopes=((str(file), ()),))
     assert Assignments().first([place]) == (None, None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from lightning_memprof.capture.sources.call_memory import UserHooks, user_hooks
+from lightning_memprof.capture.sources.call_memory import ForwardWatch, UserHooks, user_hooks
+from lightning_memprof.capture.sources.module_calls import module_calls
 
 
 class Parts(nn.Module):
@@ -119,3 +122,87 @@ def test_after_an_exception_nothing_is_left_on_the_modules() -> None:
     with pytest.raises(RuntimeError), user_hooks(model, HOOKS, unguarded):
         model(torch.ones(1, 3))
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[ForwardWatch]:
+    """Watch with readings of 1, 2, 3, ... and ten times as many saved bytes."""
+    readings = itertools.count(1)
+
+    def read() -> tuple[int, int]:
+        number = next(readings)
+        return number, 10 * number
+
+    watch = ForwardWatch(read)
+    with module_calls(model, watch.begin, watch.end):
+        yield watch
+
+
+def test_only_outermost_forwards_are_read_and_their_differences_add_up() -> None:
+    model = Parts()
+    with watching(model) as watch:
+        forwards = watch.open()
+        model.net(VALUE)
+        model.head(VALUE)
+        model(VALUE)
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        nn.Linear(2, 2)(VALUE)  # no part of the model
+        watch.close(forwards)
+        model(VALUE)
+    # The first reading is of the start.
+    assert forwards.rss == [2, 9, 4]
+    assert forwards.npp == [10, 80, 40]
+
+
+def test_without_a_forward_all_is_0() -> None:
+    watch = ForwardWatch(lambda: (5, 50))
+    forwards = watch.open()
+    watch.close(forwards)
+    assert forwards.rss == forwards.npp == [0, 0, 0]
+
+
+def test_inside_a_forward_the_outermost_are_those_that_begin_there() -> None:
+    class Watched(Parts):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            inner = watch.open()
+            value = self.head(self.net(value))
+            watch.close(inner)
+            found.append(inner.rss)
+            return value
+
+    found: list[list[int]] = []
+    model = Watched()
+    with watching(model) as watch:
+        outer = watch.open()
+        model(VALUE)
+        watch.close(outer)
+    # Readings: outer 1, 2; inner 3; net 4, 5; head 6, 7; the inner end 8; outer 9.
+    assert found == [[4, 7, 2]]
+    assert outer.rss == [2, 9, 7]
+
+
+def test_a_call_that_ends_inside_a_forward_ends_it() -> None:
+    class Ends(Parts):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            watch.close(forwards)
+            return super().forward(value)
+
+    model = Ends()
+    with watching(model) as watch:
+        forwards = watch.open()
+        model(VALUE)
+    assert forwards.rss == [2, 3, 1]
+
+
+def test_two_calls_share_the_forwards_of_both() -> None:
+    model = Parts()
+    with watching(model) as watch:
+        first = watch.open()
+        model.net(VALUE)
+        second = watch.open()
+        model.head(VALUE)
+        watch.close(second)
+        watch.close(first)
+    assert first.rss == [2, 6, 2]
+    assert second.rss == [5, 6, 1]

@@ -55,13 +55,13 @@ def test_freed_memory_is_told_without_time_for_a_search() -> None:
 
 def test_the_container_that_gained_most_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    mean_bytes = growth._mean_bytes
+    mean = growth._Content.mean
 
-    def recorded(container: Any, more: int, *rest: Any) -> float:
+    def recorded(content: Any, container: Any, more: int) -> float:
         read.append(more)
-        return mean_bytes(container, more, *rest)
+        return mean(content, container, more)
 
-    monkeypatch.setattr(growth, "_mean_bytes", recorded)
+    monkeypatch.setattr(growth._Content, "mean", recorded)
     grown(60)
     assert len(read) > 5
     assert read == sorted(read, reverse=True)

@@ -4,7 +4,6 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from lightning_memprof.capture.census import large_objects, take_census
-from lightning_memprof.capture.collectors.garbage import _tensors_up_to
 from lightning_memprof.capture.sources.growth import holders_of
 from lightning_memprof.capture.sources.objects import (
     referents_of_tuples,
@@ -34,7 +32,6 @@ LISTED: dict[str, Callable[[], Any]] = {
     "types": tracked_types,
     "objects": lambda: tracked_objects(lambda _: True),
     "lists": lambda: tracked_objects(lambda kind: kind is list),
-    "young": lambda: tracked_objects(lambda _: True, partial(gc.get_objects, generation=0)),
     "tensors": tracked_tensors,
     "tuples": lambda: referents_of_tuples({id(None), id(HELD)}),
     "referents": lambda: untracked_referents((str, bytes)),
@@ -43,7 +40,6 @@ LISTED: dict[str, Callable[[], Any]] = {
 SEARCHED: dict[str, Callable[[], Any]] = {
     "census": lambda: take_census(1, 0),
     "large": lambda: list(large_objects(1 << 20)),
-    "collected": lambda: _tensors_up_to(2),
     "holders": lambda: holders_of(Held, None),
     "tensors": lambda: live_tensors(torch.nn.Linear(2, 2), [], torch.device("cpu")),
 }

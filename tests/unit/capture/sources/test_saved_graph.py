@@ -102,13 +102,6 @@ def test_the_bytes_are_those_that_hooks_would_be_handed(
     assert by_graph(model, loss()).bytes == expected
 
 
-def test_a_linear_layer_keeps_its_input_and_nothing_else() -> None:
-    for rows, inputs, outputs in ((1, 1024, 1024), (7, 12, 5), (32, 64, 1)):
-        model, batch = nn.Linear(inputs, outputs), torch.randn(rows, inputs)
-        found = by_graph(model, model(batch).sum())
-        assert [(size, dtype) for _, size, dtype, _ in found.storages] == [(rows * inputs * 4, torch.float32)]
-
-
 def test_one_tensor_that_is_saved_twice_and_by_views_counts_once_for_who_saved_it_first() -> None:
     value = torch.randn(10, 10, requires_grad=True) * 1.0
     first = value.square()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +12,8 @@ import torch
 from fake_devices import FakeCuda
 from lightning_memprof import ConfigError
 from lightning_memprof.capture.base import StepRecord
-from lightning_memprof.triggers import AllocatorRetries, Anomaly, MemoryGrowth, NearOOM, SlowStep
-from lightning_memprof.units import GIB, MIB
+from lightning_memprof.triggers import AllocatorRetries, Anomaly, NearOOM, SlowStep
+from lightning_memprof.units import GIB
 from sessions import Times, context
 
 MS = 1_000_000
@@ -73,52 +72,6 @@ def test_allocator_retries_need_an_accelerator(tmp_path: Path) -> None:
         assert AllocatorRetries().unavailable(run) == "no accelerator"
 
 
-@pytest.mark.parametrize(
-    ("live", "grows"),
-    [
-        pytest.param(lambda number: number * MIB, True, id="a leak"),
-        pytest.param(lambda number: 200 * MIB * (number > 40), False, id="one jump"),
-        pytest.param(lambda number: (number % 7) * 50 * MIB, False, id="up and down"),
-        pytest.param(lambda number: number * MIB // 4, False, id="too little"),
-        pytest.param(lambda number: min(number, 16) * 10 * MIB, False, id="a cache that fills"),
-    ],
-)
-def test_growth_is_steady_and_large(tmp_path: Path, live: Callable[[int], int], grows: bool) -> None:
-    with FakeCuda().installed() as cuda:
-        watch = watching(tmp_path, MemoryGrowth(grows_bytes=32 * MIB, steps=32), "cuda")
-        texts = []
-        for number in range(100):
-            cuda.allocated_bytes = live(number)
-            texts.append(watch(step(number)))
-    found = [text for text in texts if text is not None]
-    assert bool(found) is grows
-    if grows:
-        assert found[0] == "allocated memory grew steadily by 32.0 MiB in the 32 steps up to 36"
-
-
-def test_what_a_window_takes_is_no_growth(tmp_path: Path) -> None:
-    with FakeCuda().installed() as cuda:
-        watch = watching(tmp_path, MemoryGrowth(grows_bytes=32 * MIB, steps=32), "cuda")
-        found = []
-        for number in range(0, 400, 1):
-            cuda.allocated_bytes = number * MIB
-            if number % 30 > 2:
-                found.append(watch(step(number)))
-    assert not any(found)
-
-
-def test_growth_on_the_cpu_is_that_of_the_resident_size(tmp_path: Path) -> None:
-    watch = watching(tmp_path, MemoryGrowth(grows_bytes=16 * MIB, steps=16))
-    kept, found = [], []
-    for number in range(40):
-        # Not from the heap, which may have room.
-        kept.append(mmap.mmap(-1, 4 * MIB))
-        for _ in range(4):
-            kept[-1].write(bytes(MIB))
-        found.append(watch(step(number)))
-    assert any(text is not None and text.startswith("RSS grew") for text in found)
-
-
 def test_near_oom_counts_what_other_processes_hold_and_asks_for_a_higher_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +102,6 @@ def test_near_oom_on_the_cpu_is_the_machines_memory(tmp_path: Path, monkeypatch:
         (lambda: SlowStep(factor=1), r"SlowStep\(factor=1\): must be a number above 1"),
         (lambda: SlowStep(limit=0), r"SlowStep\(limit=0\): must be an integer of at least 1"),
         (lambda: SlowStep(factor="2"), "must be a number"),  # type: ignore[arg-type]
-        (lambda: MemoryGrowth(steps=3), r"MemoryGrowth\(steps=3\)"),
         (lambda: NearOOM(fraction=1.0), "less than 1"),
         (lambda: AllocatorRetries(limit=True), r"AllocatorRetries\(limit=True\)"),
     ],

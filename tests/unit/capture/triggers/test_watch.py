@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -158,22 +157,18 @@ def test_trigger_without_files_records_on_the_rank_that_calls_it(tmp_path: Path)
     "text", ["", "{", "[]", "{}", '{"id": "x", "cause": "y", "active": 0}', '{"id": "x", "cause": "y", "active": true}',
              '{"id": "x", "cause": "y", "active": 99999999}', "[" * 100_000]
 )  # fmt: skip
-def test_a_damaged_request_is_said_once_and_never_raises(
+def test_a_damaged_request_or_plan_is_said_once_and_never_raises(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ranks(tmp_path) as (first, _):
+    with ranks(tmp_path) as (first, second):
         (directory(tmp_path) / "trigger.request.json").write_text(text)
         assert [*first.before_step(0), *first.before_step(1), *first.before_step(2)] == []
-    assert len(caplog.records) == 1
-    assert "remove the file and ask again" in caplog.text
-    rows = read_rows(directory(tmp_path) / "manifest.rank00000.jsonl")[0]
-    assert [row["collector"] for row in rows] == ["triggers"]
-
-
-def test_a_damaged_plan_is_said_once_and_never_raises(tmp_path: Path) -> None:
-    with ranks(tmp_path) as (_, second):
-        (directory(tmp_path) / "trigger.plan.json").write_text(json.dumps({"id": "x", "cause": "y", "step": "z"}))
+        (directory(tmp_path) / "trigger.plan.json").write_text(text)
         assert [*second.before_step(0), *second.before_step(1)] == []
+    assert len(caplog.records) == 2
+    assert caplog.text.count("remove the file and ask again") == 2
+    rows = read_rows(directory(tmp_path) / "manifest.rank00000.jsonl")[0]
+    assert [row["collector"] for row in rows] == ["triggers"] * 2
 
 
 def test_without_files_nothing_is_looked_for(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -9,14 +8,13 @@ from msgspec.structs import replace
 from device_traces import communicating
 from findings import found_in_trace
 from lightning_memprof.judge import Severity
-from lightning_memprof.units import GIB
 from trace_reports import MS, START, collective, found_in, gpu_times, kernel, trace
 
 
 def test_collectives_beside_kernels_are_hidden_and_those_between_them_are_not(tmp_path: Path) -> None:
     assert not found_in_trace(communicating(tmp_path / "hidden.pt.trace.json", 300, freeing=False))
     finding = found_in_trace(communicating(tmp_path / "exposed.pt.trace.json", 300, freeing=False, overlapped=False))
-    assert finding["communication_exposed"].severity is Severity.INFO
+    assert finding["communication_exposed"].severity is Severity.WARNING
     assert "on rank 1" in finding["communication_exposed"].title
 
 
@@ -27,25 +25,11 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
     finding = found_in(report)["communication_exposed"]
     assert finding.severity is Severity.WARNING
     assert finding.title == "Exposed collectives take 40% of each step on rank 1, mostly all_reduce."
-    assert "20% of all communication overlaps kernels; all_reduce of 25.0 MiB (count 10): " in finding.why
+    assert "20% of all communication overlaps kernels" in finding.why
     most = trace(gpu_window=gpu_times(500 * MS, 5 * MS, exposed_ns=250 * MS), collectives=(worst,))
     assert found_in(most)["communication_exposed"].title.startswith("Communication-bound: ")
     assert "bucket_cap_mb" in finding.next_steps[0]
     assert finding.numbers["collectives"][0]["bytes_each"] == 25 << 20
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"bus_bytes_per_s": 3.0 * GIB}, "exposed, up to 3.00 GiB/s of bus bandwidth."),
-        ({"bus_bytes_per_s": 3.0 * GIB, "bytes_each": 4096}, "exposed."),
-        ({}, "exposed."),
-    ],
-)
-def test_a_large_collective_tells_what_bandwidth_it_reached(changes: dict[str, Any], told: str) -> None:
-    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
-    finding = found_in(trace(gpu_window=times, collectives=(collective(**changes),)))["communication_exposed"]
-    assert finding.why.endswith(told)
 
 
 @pytest.mark.parametrize(
@@ -73,30 +57,6 @@ def test_what_a_stage_of_a_pipeline_receives_late_is_no_late_rank() -> None:
     assert finding["communication_exposed"].next_steps[0].startswith("Fill the pipeline")
 
 
-@pytest.mark.parametrize(
-    ("bytes_each", "count", "advice"),
-    [
-        pytest.param(20 << 20, 3, "DDPStrategy(bucket_cap_mb=2)", id="one bucket per step"),
-        pytest.param(25 << 20, 6, "DDPStrategy(bucket_cap_mb=6)", id="two buckets per step"),
-        pytest.param(25 << 20, 9, "DDPStrategy(bucket_cap_mb=50, static_graph=True)", id="three buckets per step"),
-        pytest.param(4096, 3, "DDPStrategy(bucket_cap_mb=50, static_graph=True)", id="not of gradients"),
-        pytest.param(None, 3, "DDPStrategy(bucket_cap_mb=50, static_graph=True)", id="unknown size"),
-    ],
-)
-def test_gradients_that_one_or_two_buckets_hold_are_sent_in_smaller_ones(
-    bytes_each: int | None, count: int, advice: str
-) -> None:
-    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
-    report = trace(3, gpu_window=times, collectives=(collective(bytes_each=bytes_each, count=count),))
-    assert advice in found_in(report)["communication_exposed"].next_steps[0]
-
-
-def test_of_gradients_that_are_mostly_hidden_the_last_bucket_is_to_be_smaller() -> None:
-    times = gpu_times(500 * MS, 5 * MS, exposed_ns=60 * MS, overlapped_ns=180 * MS)
-    report = trace(gpu_window=times, collectives=(collective(bytes_each=25 << 20, count=40),))
-    assert "DDPStrategy(bucket_cap_mb=6)" in found_in(report)["communication_exposed"].next_steps[0]
-
-
 @pytest.mark.parametrize(("sent", "is_advised"), [("Sum_f32", True), ("Sum_bf16", False), ("Sum_f16", False)])
 def test_what_is_sent_in_16_bits_is_not_to_be_sent_in_bfloat16(sent: str, is_advised: bool) -> None:
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
@@ -122,35 +82,4 @@ def test_a_collective_that_sometimes_waits_for_a_rank_says_so_first() -> None:
     late = collective(max_ns=90 * MS)
     finding = found_in(trace(gpu_window=times, collectives=(late,)))["communication_exposed"]
     assert finding.numbers["late"] == "nccl:all_reduce"
-    assert finding.next_steps[0].startswith("Find the late rank: the same all_reduce takes 10.0 ms or 90.0 ms.")
-
-
-@pytest.mark.parametrize(
-    ("small", "large", "is_waiting"),
-    [
-        pytest.param((4 << 20, 8 * MS), (16 << 20, 10 * MS), True, id="four times the bytes, hardly longer"),
-        pytest.param((4 << 20, 8 * MS), (16 << 20, 7 * MS), True, id="even shorter"),
-        pytest.param((4 << 20, 2 * MS), (16 << 20, 8 * MS), False, id="in proportion to the bytes"),
-        pytest.param((4 << 20, 12 * MS), (16 << 20, 36 * MS), False, id="a third does not grow with the bytes"),
-        pytest.param((12 << 20, 8 * MS), (16 << 20, 8 * MS), False, id="of nearly one size"),
-        pytest.param((4096, 8 * MS), (16 << 20, 8 * MS), False, id="too small to be a transfer"),
-        pytest.param((4 << 20, MS), (16 << 20, MS), False, id="too short to matter"),
-    ],
-)
-def test_collectives_that_take_as_long_for_fewer_bytes_wait_for_a_rank(
-    small: tuple[int, int], large: tuple[int, int], is_waiting: bool
-) -> None:
-    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
-    sizes = tuple(
-        collective(bytes_each=size, median_ns=ns, max_ns=ns, total_ns=10 * ns, exposed_ns=5 * ns)
-        for size, ns in (small, large)
-    )
-    step = found_in(trace(gpu_window=times, collectives=sizes))["communication_exposed"].next_steps[0]
-    assert step.startswith("Find the late rank: all_reduce takes") is is_waiting
-
-
-def test_many_small_collectives_are_better_sent_together() -> None:
-    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
-    small = collective(bytes_each=4096, count=500)
-    finding = found_in(trace(gpu_window=times, collectives=(small,)))["communication_exposed"]
-    assert finding.next_steps[0] == "Combine 500 collectives of less than 1.00 MiB."
+    assert finding.next_steps[0].startswith("Find the late rank: all_reduce takes 10.0 ms or 90.0 ms.")

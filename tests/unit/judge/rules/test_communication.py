@@ -41,7 +41,7 @@ def test_the_rank_that_arrives_last_in_bare_traces_is_the_straggler(tmp_path: Pa
     assert finding.rule == "straggler"
     assert finding.title.startswith("Rank 3 is the straggler: last at 5 of 8 collectives, the others wait 7.5")
     assert finding.numbers["own_wait_ns"] < 100_000
-    assert "computation" in finding.next_steps[0]
+    assert "clock rate" in finding.next_steps[0]
     assert "lightning-memprof merge -o merged.json.gz " in finding.next_steps[1]
 
 
@@ -60,7 +60,6 @@ def test_a_rank_that_makes_its_partner_in_tensor_parallelism_late_is_the_straggl
     finding = next(finding for finding in across(reports) if finding.rule == "straggler")
     # At six of its own pair; its partner and it are last at the six of each half.
     assert finding.title.startswith("Rank 5 is the straggler: last at 12 of 36 collectives")
-    assert "because of it at 6" in finding.why
 
 
 @pytest.mark.parametrize(
@@ -94,12 +93,6 @@ def test_equal_ranks_that_take_turns_and_a_hiccup_have_no_straggler(
 
 def across(reports: list[TraceReport]) -> tuple[Finding, ...]:
     return examine_files(across_ranks(reports), [])
-
-
-def test_ranks_that_take_turns_have_no_straggler(tmp_path: Path) -> None:
-    reports = [trace_report(path) for path in ranks(tmp_path, late=None)]
-    assert "straggler" not in {finding.rule for finding in examine_files(reports, [])}
-    assert "straggler" not in {finding.rule for finding in examine_files(reports[:1], [])}
 
 
 def set_peak(directory: Path, rank: int, size: int, column: str = "device_peak_bytes") -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from device_traces import Recording, training
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from findings import action, found, optimizer, phases, recovery
 from kineto import write_trace
@@ -16,7 +14,7 @@ from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import Program, TraceReport
 from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.judge import Facts, Finding, Severity, examine, examine_files
+from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.units import GIB, MIB
 from passes import event
@@ -41,12 +39,6 @@ def test_float64_is_found_by_its_share_of_the_floating_point_bytes(
 ) -> None:
     rules = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": dtypes}))
     assert ("double_precision" in rules) == is_found
-
-
-def test_float64_recovers_no_more_than_half_of_the_time_in_the_model(tmp_path: Path) -> None:
-    finding = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": {"float64": 800}}))["double_precision"]
-    assert recovery(finding).max == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
-    assert finding.severity is Severity.CRITICAL
 
 
 @pytest.mark.parametrize(("threads", "is_found"), [(1, False), (8, False), (16, True), (64, True)])
@@ -110,26 +102,14 @@ def test_of_two_optimizers_each_has_its_own_time(tmp_path: Path) -> None:
     assert "optimizer_bound" not in recovers
 
 
-def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
-    training = {
-        "parameter_dtypes": {"float64": 1000}, "threads": 64, "detect_anomaly": True, "largest_parameters": [DENSE],
-        "optimizers": [{"name": "Adam", "parameters": 900, "device": "cpu", "modules": ["net"]}],
-    }  # fmt: skip
-    rules = found(tmp_path, FakeRun(phases=phases(optimizer=10_000_000), training=training))
-    recoveries = [finding.recovers for finding in rules.values() if finding.recovers is not None]
-    assert len(recoveries) >= 4
-    assert all(0 <= worth.min <= worth.max <= worth.whole for worth in recoveries)
-
-
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_fused_is_for_dense_gradients(tmp_path: Path, is_sparse: bool) -> None:
+def test_the_fused_kernels_are_for_dense_gradients(tmp_path: Path, is_sparse: bool) -> None:
     training = {
         "largest_parameters": [{**DENSE, "sparse": is_sparse, "module": "Linear"}],
         "optimizers": [{"name": "Adagrad", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}],
     }
     step = found(tmp_path, FakeRun(phases=phases(optimizer=30_000_000), training=training))["optimizer_bound"]
-    assert step.next_steps[0].startswith("Use a separate optimizer for the parameters with dense") is is_sparse
-    assert "torch.optim.Adagrad(..., fused=True)" in step.next_steps[0]
+    assert f"torch.optim.Adagrad(..., {'foreach' if is_sparse else 'fused'}=True)" in step.next_steps[0]
 
 
 def with_ledger(
@@ -179,17 +159,6 @@ def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
     assert "idle_cores" not in with_ledger(tmp_path, FakeRun(world_size=4, training={"threads": 1}), load=FREE)
 
 
-def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -> None:
-    rules = with_ledger(tmp_path / "double", FakeRun(training={"threads": 8}), double_backward_ns=5e6)
-    finding = rules["double_backward"]
-    assert finding.title == "Double backward: gradients of gradients take 44% of each step."
-    # A loss of gradients needs them.
-    assert finding.severity is Severity.INFO
-    assert [remedy.id for remedy in finding.remedies] == ["lazy_penalty", "no_create_graph"]
-    assert recovery(finding).max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
-    assert "double_backward" not in with_ledger(tmp_path / "single", FakeRun(training={"threads": 8}))
-
-
 @pytest.mark.parametrize(("memory_bytes", "severity"), [(64 * GIB, Severity.CRITICAL), (GIB, Severity.INFO)])
 def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
     tmp_path: Path, memory_bytes: int, severity: Severity
@@ -217,7 +186,7 @@ def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
     ("groups", "settings", "fused", "first"),
     [
         (120, 2, True, "Merge the parameter groups that have the same settings: 2 instead of 120"),
-        (120, 120, False, "Update all parameters in one kernel"),
+        (120, 120, False, "Update all parameters at once"),
         (2, 2, True, "Step less often"),
     ],
 )
@@ -259,7 +228,7 @@ def test_of_an_optimizer_of_the_program_the_operators_that_have_a_form_for_lists
 
 def test_an_optimizer_that_decomposes_is_to_do_that_less_often(tmp_path: Path) -> None:
     finding = own_optimizer(tmp_path, ("aten::linalg_eigh", 23, 60), ("aten::mul_", 0.9, 60))["optimizer_bound"]
-    assert [remedy.id for remedy in finding.remedies] == ["decompose_in_step", "accumulate"]
+    assert [remedy.id for remedy in finding.remedies] == ["decompose_less", "accumulate"]
 
 
 @pytest.mark.parametrize(("optimizer_ms", "is_bound"), [(6, False), (30, True)])
@@ -269,21 +238,7 @@ def test_a_step_is_bound_by_an_optimizer_that_takes_half_of_it(
     training = {"optimizers": [{"name": "AdamW", "parameters": 64, "device": "cpu"}]}
     rules = found(tmp_path, FakeRun(phases=phases(optimizer=optimizer_ms * 1_000_000), training=training))
     assert rules["optimizer_bound"].title.startswith("Optimizer-bound: ") is is_bound
-    assert [remedy.id for remedy in rules["optimizer_bound"].remedies] == ["fused_optimizer", "foreach_optimizer"]
-
-
-@pytest.mark.parametrize(("operator", "expected"), [("aten::add_", True), ("aten::_foreach_add_", False)])
-def test_a_faster_optimizer_is_advised_where_the_recorded_one_loops(
-    operator: str, expected: bool, tmp_path: Path
-) -> None:
-    def update(made: Recording) -> None:
-        with made.inside("Optimizer.step#SGD.step"):
-            made.work(20, operator)
-
-    report = trace_report(training(tmp_path / "sgd.pt.trace.json", before=update, kernel_us=4))
-    steps = [step for finding in examine_files([report], []) for step in finding.next_steps]
-    assert ("Update all parameters at once: torch.optim.SGD(..., fused=True)." in steps) is expected
-    assert not any("AdamW" in step for step in steps)
+    assert [remedy.id for remedy in rules["optimizer_bound"].remedies] == ["fused_optimizer"]
 
 
 def optimizer_loop(optimizer: str, ms_per_step: int) -> TraceReport:
@@ -325,6 +280,8 @@ def test_a_loss_of_two_shapes_is_named(tmp_path: Path, operator: str) -> None:
     finding = found_in_step(tmp_path, *loss("aten::expand", "aten::expand", operator=operator))["broadcast_loss"]
     assert finding.title.startswith(f"The loss broadcasts: {operator.removeprefix('aten::')} gets")
     assert "squeeze(-1)" in finding.next_steps[0]
+    # What is computed is wrong, whatever it costs.
+    assert finding.severity is Severity.WARNING
     spent = finding.numbers["ns"]
     assert recovery(finding).min == pytest.approx(spent / 2, rel=0.01)
     assert recovery(finding).max == pytest.approx(spent, rel=0.01)
@@ -353,12 +310,6 @@ def test_a_loop_over_few_tensors_costs_where_each_operator_reads_them_again(
     assert ("optimizer_bound" in found(tmp_path, fake)) is is_found
 
 
-def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None:
-    finding = found(tmp_path, FakeRun(phases=phases(optimizer=6_000_000), training=optimizer()))["optimizer_bound"]
-    assert "torch.optim.AdamW(..., fused=True)" in finding.next_steps[0]
-    assert "on cpu with foreach=None, fused=None" in finding.why
-
-
 @pytest.mark.parametrize(
     ("settings", "first"),
     [
@@ -382,41 +333,6 @@ def test_an_optimizer_without_a_faster_way_is_to_step_less_often_if_it_bounds_th
     assert "optimizer_bound" not in found(tmp_path / "less", less)
 
 
-def test_a_few_slow_optimizer_steps_are_no_finding(tmp_path: Path) -> None:
-    fake = FakeRun(
-        phases=lambda _, step: {**HEALTHY, "optimizer": 500_000_000 if step == 20 else 1_200_000}, training=optimizer()
-    )
-    assert "optimizer_bound" not in found(tmp_path, fake)
-
-
-def test_stalls_of_other_phases_and_waits_for_a_core_are_not_the_optimizer(tmp_path: Path) -> None:
-    def shared(_: int, step: int) -> Mapping[str, int]:
-        waits = 8_000_000 if step % 5 else 0
-        return {**HEALTHY, "forward": 90_000_000 if step % 10 == 5 else 6_000_000, "optimizer": 1_000_000 + waits}
-
-    waits = FakeRun(steps=60, phases=shared, core_wait_ns=lambda step: 8_000_000 if step % 5 else 0)
-    rules = found(tmp_path, dataclasses.replace(waits, training=optimizer(parameters=1000)))
-    assert "core_wait" in rules
-    assert "optimizer_bound" not in rules
-
-
-def test_an_optimizer_that_steps_every_fourth_batch_counts_with_its_share_of_all_steps(tmp_path: Path) -> None:
-    def every_fourth(_: int, step: int) -> Mapping[str, int]:
-        return {**HEALTHY, "optimizer": 40_000_000 if step % 4 == 3 else 0}
-
-    training = {**optimizer(), "accumulate_grad_batches": 4}
-    finding = found(tmp_path, FakeRun(phases=every_fourth, training=training))["optimizer_bound"]
-    assert finding.weight == pytest.approx(0.5 * 10 / 27, rel=0.2)
-
-
-def test_a_stall_in_an_optimizer_is_not_the_optimizers_time(tmp_path: Path) -> None:
-    def stalls_once(_: int, step: int) -> Mapping[str, int]:
-        return {**HEALTHY, "optimizer": 500_000_000 if step == 20 else 10_000_000}
-
-    finding = found(tmp_path, FakeRun(phases=stalls_once, training=optimizer()))["optimizer_bound"]
-    assert finding.numbers["ns"] == pytest.approx(10_000_000, rel=0.05)
-
-
 def test_foreach_switched_off_on_cuda_is_found(tmp_path: Path) -> None:
     fake = FakeRun(phases=phases(optimizer=6_000_000), training=optimizer(device="cuda:0", foreach=False))
     assert "optimizer_bound" in found(tmp_path, fake)
@@ -425,12 +341,8 @@ def test_foreach_switched_off_on_cuda_is_found(tmp_path: Path) -> None:
 def test_an_optimizer_without_a_fused_kernel_gets_foreach(tmp_path: Path) -> None:
     fake = FakeRun(phases=phases(optimizer=6_000_000), training=optimizer(name="RMSprop"))
     assert found(tmp_path, fake)["optimizer_bound"].next_steps == (
-        "Update the parameters in groups: torch.optim.RMSprop(..., foreach=True).",
+        "Update all parameters at once: torch.optim.RMSprop(..., foreach=True).",
     )
-
-
-def test_a_small_share_of_a_looping_optimizer_is_no_finding(tmp_path: Path) -> None:
-    assert "optimizer_bound" not in found(tmp_path, FakeRun(training=optimizer()))
 
 
 def test_a_hook_inside_the_optimizer_step_is_not_the_optimizer(tmp_path: Path) -> None:
@@ -440,14 +352,3 @@ def test_a_hook_inside_the_optimizer_step_is_not_the_optimizer(tmp_path: Path) -
     assert rules["hook_bound"].title.startswith("The hook LitGPT.on_before_optimizer_step of the module takes 5")
     assert "all gradients in one call" in rules["hook_bound"].next_steps[0]
     assert "optimizer_bound" not in rules
-
-
-def test_an_optimizer_whose_time_was_a_wait_for_a_core_breaks_no_rule(tmp_path: Path) -> None:
-    training = {"optimizers": [{"name": "AdamW", "foreach": False, "fused": False, "parameters": 120, "device": "cpu"}]}
-    run = load_run(make_run(tmp_path, FakeRun(phases=phases(optimizer=20_000_000), training=training)))
-    facts = Facts.of(run)
-    ledger = facts.ledgers[0]
-    others = [line for line in ledger.lines if line.part != "optimizer"]
-    nothing = TimeLine(part=Part.OPTIMIZER, name="AdamW", ns=0.0)
-    vars(facts)["ledgers"] = {0: replace(ledger, lines=(*others, nothing))}
-    assert "rule_failed" not in {finding.rule for finding in examine(facts)}

@@ -20,35 +20,31 @@ from lightning_memprof.judge.loading import wanted_workers
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import MIB
-from trace_reports import MS, START, STEP_NS, found_in, idle, trace
+from trace_reports import MS, found_in, idle, trace
 
 
 def changes(finding: Finding) -> list[str]:
     return [remedy.change for remedy in finding.remedies]
 
 
-def test_what_costs_nothing_is_no_rank_s_heaviest(tmp_path: Path) -> None:
-    facts = Facts.of(load_run(make_run(tmp_path, FakeRun())))
-    assert facts.heaviest(lambda ledger: ledger.step_ns) is not None
-    assert facts.heaviest(lambda _: 0.0) is None
-
-
-@pytest.mark.parametrize(("padded", "is_found"), [(0, False), (150, False), (250, True), (900, True)])
-def test_batches_of_which_a_fifth_is_padding_are_found(tmp_path: Path, padded: int, is_found: bool) -> None:
-    findings = found(tmp_path, FakeRun(padding=(1000, padded, 0)))
-    assert ("padding" in findings) == is_found
-
-
-def test_padding_recovers_its_share_of_forward_and_backward_at_most(tmp_path: Path) -> None:
-    finding = found(tmp_path, FakeRun(padding=(1000, 500, 0)))["padding"]
-    assert "50%" in finding.title
-    assert recovery(finding).max == pytest.approx((6e6 + 10e6) * 0.5, rel=0.05)
-    assert recovery(finding).min == pytest.approx(recovery(finding).max * 0.4)
-
-
-@pytest.mark.parametrize(("beyond", "remedy"), [(0, "group_by_length"), (400, "pad_to_longest")])
-def test_the_remedy_depends_on_where_the_padding_is(tmp_path: Path, beyond: int, remedy: str) -> None:
-    assert ids(found(tmp_path, FakeRun(padding=(1000, 500, beyond)))["padding"].remedies)[0] == remedy
+@pytest.mark.parametrize(
+    ("padded", "beyond", "remedy"),
+    [
+        (0, 0, None),
+        (150, 0, None),
+        (250, 0, "group_by_length"),
+        (500, 400, "pad_to_longest"),
+        (900, 0, "group_by_length"),
+    ],
+)
+def test_batches_of_which_a_fifth_is_padding_cost_its_share_of_forward_and_backward(
+    tmp_path: Path, padded: int, beyond: int, remedy: str | None
+) -> None:
+    finding = found(tmp_path, FakeRun(padding=(1000, padded, beyond))).get("padding")
+    assert (ids(finding.remedies)[0] if finding else None) == remedy
+    if finding is not None:
+        assert recovery(finding).max == pytest.approx((6e6 + 10e6) * padded / 1000, rel=0.05)
+        assert recovery(finding).min == pytest.approx(recovery(finding).max * 0.4)
 
 
 def test_loading_in_a_recorded_window_is_not_the_runs_whose_pulse_has_every_step(tmp_path: Path) -> None:
@@ -191,7 +187,7 @@ def test_the_slow_part_of_workers_is_named_by_their_counters(tmp_path: Path, col
     assert recovery(finding).min == 0
 
 
-@pytest.mark.parametrize(("lock_waits", "remedy"), [(60, "without_lock"), (20, "more_workers")])
+@pytest.mark.parametrize(("lock_waits", "remedy"), [(60, "without_lock"), (20, "workers")])
 def test_workers_that_take_turns_at_a_lock_need_no_more_workers(tmp_path: Path, lock_waits: int, remedy: str) -> None:
     loader = {"num_workers": 3, "dataset": "Images", "persistent_workers": True}
     usual = sum(HEALTHY.values()) - HEALTHY["data_wait"]
@@ -242,68 +238,9 @@ def test_workers_of_a_loader_that_the_run_does_not_know_are_those_that_were_seen
     rows = [{"kind": "worker", "step": 5, "pid": 7 + worker, "worker": worker} for worker in range(seen)]
     write_rows(directory / "processes.rank00000.jsonl", *rows)
     finding = waiting(directory)
-    assert ids(finding.remedies)[0] == ("more_workers" if seen else "workers")
+    assert ids(finding.remedies)[0] == "workers"
     # Nothing shows that a further worker has work and a core.
     assert (recovery(finding).min > 0) == (not seen)
-
-
-@pytest.mark.parametrize(("share", "is_bound"), [(0.45, False), (0.55, True)])
-def test_a_training_is_bound_by_its_input_from_half_of_the_step_on(
-    tmp_path: Path, share: float, is_bound: bool
-) -> None:
-    wait = round((sum(HEALTHY.values()) - HEALTHY["data_wait"]) * share / (1 - share))
-    fake = FakeRun(phases=lambda *_: {**HEALTHY, "data_wait": wait}, training=NO_WORKERS)
-    title = found(tmp_path, fake)["input_bound"].title
-    assert title.startswith("Input-bound") == is_bound
-    assert f"{share:.0%} of each step" in title
-
-
-def test_titles_of_input_bound_fit_whatever_the_names_are(tmp_path: Path) -> None:
-    long = "ImagesOfAllTelescopesOfTheNorthernHemisphere.fetch"
-    finding = found(tmp_path, FakeRun(phases=waits, world_size=2, training=NO_WORKERS, loading=(long,)))["input_bound"]
-    assert len(finding.title) <= 100
-    assert "__getitem__" in finding.title
-    assert "of each step on rank" in finding.title
-
-
-@pytest.mark.parametrize(
-    ("workers", "waits_ms", "cpu_ms", "wanted"),
-    [
-        (32, (800, 700), 390, 8),
-        (32, (800, 700), 10, 23),  # they mostly wait, and a step of 18 ms needs 23 of them
-        (20, (800, 700), 10, None),
-        (8, (800, 700), 390, None),  # as many as cores
-        (32, (800, 20), 390, None),  # the first batches do not wait for cores
-        (32, (40, 700), 390, None),  # nor the training for them
-    ],
-)
-def test_a_start_of_more_workers_than_cores_is_found(
-    tmp_path: Path, workers: int, waits_ms: tuple[int, int], cpu_ms: int, wanted: int | None
-) -> None:
-    start_ms, core_wait_ms = waits_ms
-    loader = {"num_workers": workers, "persistent_workers": True}
-    fake = FakeRun(
-        steps=120,
-        phases=lambda _, step: {**HEALTHY, "data_wait": start_ms * MS if step == 0 else HEALTHY["data_wait"]},
-        training={"dataloaders": [loader]},
-    )
-    directory = make_run(tmp_path, fake)
-    rows = [
-        {"kind": "worker", "pid": pid, "worker": pid, "step": n, "time_ns": n * 10**9, "batches": 2 * n,
-         "fetch_ns": 800 * MS * n, "fetch_cpu_ns": 2 * cpu_ms * MS * n, "core_wait_ns": core_wait_ms * MS}
-        for n in (1, 3)
-        for pid in range(workers)
-    ]  # fmt: skip
-    write_rows(directory / "processes.rank00000.jsonl", *rows)
-    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
-    assert ("worker_start" in findings) == (wanted is not None)
-    if wanted is not None:
-        finding = findings["worker_start"]
-        assert finding.title.startswith("32 DataLoader workers for 8 cores: their start takes 800 ms, 27% of the")
-        assert changes(finding) == [f"workers={wanted}"]
-        assert "400 ms per batch" in finding.why
-        assert finding.recovers is None
-        assert finding.numbers["saved_ns"] == (pytest.approx((1 - wanted / 32) * 700 * MS, rel=1e-6), 700 * MS)
 
 
 def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -> None:
@@ -323,10 +260,10 @@ def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("iterator", "slow", "first"),
     [
-        ("_SingleProcess", (15_000, 15_000), "Load in worker processes: DataLoader(num_workers=4"),
+        ("_SingleProcess", (15_000, 15_000), "Use worker processes: DataLoader(num_workers=4"),
         ("_MultiProcessing", (15_000, 15_000), "Use more worker processes"),
-        ("_MultiProcessing", (90_000, 10), "Look at the samples of the slow batch"),
-        ("_Other", (15_000, 15_000), "Load in worker processes: DataLoader(num_workers=4"),
+        ("_MultiProcessing", (90_000, 10), "Keep the workers from epoch to epoch"),
+        ("_Other", (15_000, 15_000), "Use worker processes: DataLoader(num_workers=4"),
     ],
 )
 def test_the_next_step_for_loading_knows_the_workers(
@@ -366,27 +303,6 @@ def test_loading_is_found_without_steps(tmp_path: Path) -> None:
     assert "gpu_idle" not in findings
 
 
-def test_a_host_trace_without_loading_has_no_findings() -> None:
-    assert not found_in(trace(gpu_window=None, idle=(), kernels=()))
-
-
-def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
-    finding = found_in(trace(loading_ns=200 * MS, causes=(idle(Part.IDLE_DATA, 180 * MS, at_ns=START + 2 * STEP_NS),)))
-    said = finding["input_bound"]
-    assert said.severity is Severity.WARNING
-    assert "36% of each step" in said.title
-    assert "the GPU is idle for 180 ms meanwhile" in said.why
-    assert said.numbers["data_loading_ns"] == 200 * MS
-    assert said.numbers["ns"] == 36 * MS
-    assert "num_workers=4" in said.next_steps[0]
-    assert "gpu_idle" not in finding
-
-
-def test_loading_costs_the_idle_time_that_it_causes() -> None:
-    finding = found_in(trace(loading_ns=200 * MS, causes=(idle(Part.IDLE_DATA, 80 * MS),)))["input_bound"]
-    assert finding.numbers["ns"] == 16 * MS
-
-
 def test_loading_in_one_step_of_several_is_only_info() -> None:
     report = trace(loading_ns=250 * MS, causes=(idle(Part.IDLE_DATA, 240 * MS),))
     steps = [replace(step, data_loading_ns=0) for step in report.steps]
@@ -417,17 +333,13 @@ def test_waiting_for_data_is_found_with_the_present_settings(tmp_path: Path) -> 
     assert finding.numbers["data_wait_share"] == pytest.approx(20 / 37.8)
 
 
-def test_a_little_waiting_is_no_finding(tmp_path: Path) -> None:
-    assert "input_bound" not in found(tmp_path, FakeRun(phases=phases(data_wait=1_000_000), training=loader()))
-
-
 @pytest.mark.parametrize(
     ("settings", "device", "said", "unsaid"),
     [
-        ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "DataLoader(num_workers=4)", "pin_memory=True"),
+        ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "DataLoader(num_workers=4,", "pin_memory=True"),
         ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "persistent_workers=True", "pin_memory=True"),
         ({"num_workers": 2, "prefetch_factor": 2}, "cuda", "pin_memory=True", "num_workers is 0"),
-        ({"num_workers": 8, "persistent_workers": True}, "cpu", "DataLoader(num_workers=16)", "persist"),
+        ({"num_workers": 8, "persistent_workers": True}, "cpu", "Make __getitem__ faster", "persist"),
         ({"num_workers": 32, "prefetch_factor": 4}, "cpu", "Make __getitem__ faster", "num_workers="),
     ],
 )
@@ -476,14 +388,7 @@ def test_workers_that_cannot_keep_up_are_not_told_to_prefetch(tmp_path: Path, pr
     assert "prefetch" not in " ".join(finding.next_steps)
     assert "a few steps" not in finding.why
     assert "2 workers cannot keep up" in finding.why
-    assert "DataLoader(num_workers=4)" in finding.next_steps[0]
-
-
-def test_as_many_workers_as_cores_are_told_to_do_less_or_to_be_more(tmp_path: Path) -> None:
-    fake = FakeRun(phases=phases(data_wait=100_000_000), training=loader(num_workers=8, persistent_workers=True))
-    faster, more = found(tmp_path, fake)["input_bound"].next_steps
-    assert "__getitem__ faster" in faster
-    assert "DataLoader(num_workers=16)" in more
+    assert "DataLoader(num_workers=4," in finding.next_steps[0]
 
 
 def test_waits_in_few_steps_are_told_to_prefetch(tmp_path: Path) -> None:

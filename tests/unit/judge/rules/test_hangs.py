@@ -51,7 +51,7 @@ def found(root: Path, reports: dict[int, list[dict[str, Any]]], endings: dict[in
         (
             {0: hanging(**GRADIENTS), 1: hanging(**FETCH)},
             "Step 29 does not end on rank 1: stuck in data wait at",
-            "Make a stuck worker",
+            "Run with DataLoader(num_workers=0)",
         ),
         (
             {0: hanging(**GRADIENTS)},
@@ -224,7 +224,7 @@ def test_a_step_that_ended_with_an_exception_is_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "end", "next_step"),
     [
-        (-9, "signal 9 (SIGKILL)", "The kernel kills"),
+        (-9, "signal 9 (SIGKILL)", "Use fewer workers"),
         (-7, "signal 7 (SIGBUS)", "Shared memory is full"),
         (3, "exit code 3", "Run with DataLoader(num_workers=0)"),
     ],

@@ -14,7 +14,6 @@ from snapshots import (
     MODEL,
     MODEL_LINE,
     TRAIN,
-    TRAIN_LINE,
     block,
     event,
     found,
@@ -59,37 +58,26 @@ MODULE = {"filename": "/venv/lib/python3.11/site-packages/torch/nn/modules/modul
 @pytest.mark.parametrize(
     ("frames", "others", "remedy"),
     [
-        ((MODEL,), (native("AccumulateGrad"),), "torch.utils.checkpoint"),
-        ((MODEL,), (), "torch.no_grad()"),
-        ((LINEAR, MODULE, frame("/app/nca.py", "update")), (), "torch.no_grad()"),
-        ((frame("/app/load.py", "to"), frame("/torch/nn/modules/module.py", "_apply")), (), "dtype=torch.bfloat16"),
-        ((MODEL, MODULE, OPTIMIZER), (), "torch.utils.checkpoint"),
-        ((KV_CACHE, TRAIN), (native("AccumulateGrad"),), "Make the cache smaller"),
-        ((native("generated::DivBackward0"),), (), "one fused operator"),
-        ((native("AccumulateGrad"),), (), "Free gradients earlier"),
-        ((TRAIN, OPTIMIZER), (), "smaller states"),
+        ((MODEL,), (native("AccumulateGrad"),), "checkpointing"),
+        ((MODEL,), (), "no_grad"),
+        ((LINEAR, MODULE, frame("/app/nca.py", "update")), (), "no_grad"),
+        ((frame("/app/load.py", "to"), frame("/torch/nn/modules/module.py", "_apply")), (), "smaller_weights"),
+        ((MODEL, MODULE, OPTIMIZER), (), "checkpointing"),
+        ((KV_CACHE, TRAIN), (native("AccumulateGrad"),), "smaller_cache"),
+        ((native("generated::DivBackward0"),), (), "smaller_batch"),
+        ((native("AccumulateGrad"),), (), "free_gradients"),
+        ((TRAIN, OPTIMIZER), (), "less_optimizer_state"),
     ],
 )
 def test_the_remedy_for_the_largest_line_is_that_of_its_stacks(tmp_path, frames, others, remedy):
     finding = holder_of(tmp_path, *frames, others=others)
     assert "of the peak of cuda:0" in finding.title
-    (step,) = finding.next_steps
-    assert remedy in step
+    assert finding.remedies[0].id == remedy
 
 
-@pytest.mark.parametrize(("outer", "how"), [((LIGHTNING,), "Trainer(strategy='fsdp')."), ((), "fully_shard(model).")])
+@pytest.mark.parametrize(("outer", "how"), [((LIGHTNING,), "Trainer(strategy='fsdp')"), ((), "fully_shard(model)")])
 def test_optimizer_states_are_sharded_as_the_program_does_it(tmp_path, outer, how):
-    (step,) = holder_of(tmp_path, TRAIN, OPTIMIZER, *outer).next_steps
-    assert step.endswith(how)
-
-
-def test_what_a_line_calls_is_said(tmp_path):
-    whole = [block(0, 3 * GIB, KV_CACHE, TRAIN)]
-    finding = found(tmp_path, snapshot([segment(*whole)], []))["peak_holder"]
-    assert finding.title.endswith(f"{TRAIN_LINE}.")
-    assert "in 1 block (in _allocate_kv_cache)." in finding.why
-    finding = found(tmp_path, snapshot([segment(*whole, block(3 * GIB, GIB, LINEAR, TRAIN))], []))["peak_holder"]
-    assert "4.00 GiB of 4.00 GiB, in 2 blocks (in _allocate_kv_cache and others)." in finding.why
+    assert how in holder_of(tmp_path, TRAIN, OPTIMIZER, *outer).next_steps[-1]
 
 
 def quiet(directory: Path, data: Any) -> Finding:
@@ -106,34 +94,16 @@ def parts(*sizes: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_peak_in_forward_with_gradients_says_who_allocated_it_and_to_clear_them(tmp_path):
-    ring = [event("alloc", 9 * GIB, GIB, MODEL, MODULE)]
-    finding = quiet(tmp_path, snapshot([segment(*parts(GIB, GIB, GIB)), segment(block(9 * GIB, GIB))], ring))
-    assert "1.00 GiB without a stack, 1.00 GiB by" in finding.why
-    assert "1.00 GiB by ToCopyBackward0" in finding.why
-    assert "zero_grad(set_to_none=True)" in finding.next_steps[0]
-
-
 def test_gradients_at_a_peak_in_the_optimizer_are_needed(tmp_path):
     ring = [event("alloc", 9 * GIB, GIB, TRAIN, OPTIMIZER, MODULE)]
     finding = quiet(tmp_path, snapshot([segment(*parts(GIB, GIB, GIB)), segment(block(9 * GIB, GIB))], ring))
-    (step,) = finding.next_steps
-    assert "smaller states" in step
+    assert finding.remedies[0].id == "less_optimizer_state"
 
 
 def test_a_line_with_little_of_a_peak_from_before_the_recording_is_no_start(tmp_path):
     ring = [event("alloc", 9 * GIB, 64 * MIB, MODEL)]
     data = snapshot([segment(block(0, 2 * GIB)), segment(block(9 * GIB, 64 * MIB))], ring)
-    assert quiet(tmp_path, data).next_steps == (
-        "Record stacks from the start of the program: 97% of the peak has no stack.",
-    )
+    assert [remedy.id for remedy in quiet(tmp_path, data).remedies] == ["record_from_start"]
     data = snapshot([segment(block(0, GIB)), segment(block(9 * GIB, GIB))], [event("alloc", 9 * GIB, GIB, MODEL)])
     (step,) = quiet(tmp_path, data).next_steps
     assert step.startswith(f"At {MODEL_LINE}: ")
-
-
-def test_titles_with_a_long_line_have_at_most_100_characters(tmp_path):
-    line = frame(f"/home/{'directory/' * 30}model.py", "forward", 7)
-    title = found(tmp_path, snapshot([segment(block(0, 3 * GIB, LINEAR, line))], []))["peak_holder"].title
-    assert len(title) <= 100
-    assert "model.py(7): forward" in title

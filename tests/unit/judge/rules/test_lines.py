@@ -86,6 +86,8 @@ def test_a_line_in_whose_operators_the_thread_sleeps_is_no_wait(tmp_path: Path, 
     found = {finding.rule: finding for finding in examine(facts)}
     waits = found["hot_line"].numbers["ns"] if "hot_line" in found else 0
     assert waits <= (1 - share) * spent * 1.01
+    wanted = {name for name, finding in found.items() if "wait_outside" in ids(finding.remedies)}
+    assert wanted == ({"hot_line"} if share < 0.5 else set())
 
 
 def test_lines_of_one_function_that_do_the_same_are_one_cost(tmp_path: Path) -> None:
@@ -132,8 +134,20 @@ def test_a_helper_whose_time_a_family_of_operators_explains_has_its_remedy(
     assert (ids(found.remedies)[0] if found else None) == remedy
 
 
-def test_a_run_without_looks_has_no_such_finding(tmp_path: Path) -> None:
-    assert "hot_line" not in findings_of(tmp_path)
+def test_a_loop_outside_modules_is_named_after_the_function_that_has_most_of_the_code_there(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, line(HELPER, 15), line(OTHER, 85))
+    ledger = facts.ledgers[0]
+    whole = ledger.ns(Part.FORWARD)
+    lines = (
+        TimeLine(part=Part.FORWARD, module="", operator="aten::sum", ns=0.5 * whole, count=700, called=700),
+        TimeLine(part=Part.FORWARD, module="net", operator="aten::mm", ns=0.5 * whole, count=1, called=1),
+    )
+    others = tuple(each for each in ledger.lines if each.part != Part.FORWARD)
+    vars(facts)["ledgers"] = {0: replace(ledger, lines=(*others, *lines))}
+    finding = next(finding for finding in examine(facts) if finding.rule == "hot_line")
+    assert finding.owner == "Net.penalty"
+    assert "Net.penalty (net.py:9) has 100% of the forward outside modules" in finding.why
+    assert ids(finding.remedies)[0] == "vectorize"
 
 
 def test_the_page_of_a_healthy_run_has_the_function_with_much_of_the_forward(tmp_path: Path) -> None:
@@ -183,8 +197,13 @@ def test_operators_that_an_operator_calls_are_no_loop(tmp_path: Path) -> None:
     assert "hot_line" not in findings
 
 
-def test_views_are_no_loop(tmp_path: Path) -> None:
-    assert "hot_line" not in found(tmp_path, *calls("split", "aten::slice", 18))
+def test_what_ddp_marks_of_its_own_work_is_no_loop(tmp_path: Path) -> None:
+    assert "hot_line" not in found(tmp_path, *calls("net", "torch.distributed.ddp.reducer::copy_bucket_to_grad", 18))
+
+
+@pytest.mark.parametrize("view", ["slice", "as_strided"])
+def test_views_are_no_loop(tmp_path: Path, view: str) -> None:
+    assert "hot_line" not in found(tmp_path, *calls("split", f"aten::{view}", 18))
 
 
 def test_a_submodule_that_runs_many_times_in_each_forward_is_a_loop(tmp_path: Path) -> None:

@@ -9,101 +9,11 @@ import pytest
 from fake_memory import START_NS
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from findings import recovery
-from kineto import write_trace
-from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.judge import Facts, Finding, examine
+from lightning_memprof.judge import Facts, examine
 from lightning_memprof.read.run.load import load_run
 from passes import event, found
 
-STEP_US = 20_000
 OPTIMIZERS = [{"name": "SGD", "parameters": 2, "device": "cpu"}]
-# Starts of backward passes in a step, in us; each takes 2 ms.
-PASSES = (7_000, 9_500, 12_000, 14_500)
-
-
-def trained(
-    tmp_path: Path,
-    *,
-    reduced: tuple[int, ...] = PASSES,
-    passes: tuple[int, ...] = PASSES,
-    added: int = 6,
-    closure: bool = False,
-    strategy: str = "DDPStrategy",
-    updated_every: int = 1,
-    reduce_us: int = 1_000,
-) -> dict[str, Finding]:
-    """The findings of two ranks whose recorded steps have backward passes, of which some all-reduce."""
-    events: list[dict[str, Any]] = []
-    hooks: list[dict[str, Any]] = []
-    for step in (2, 3):
-        start = step * STEP_US
-        events += [
-            event(f"ProfilerStep#{step}", start, start + 18_000),
-            event("[pl][profile][Strategy]DDPStrategy.training_step", start, start + 18_000),
-            event("[pl][profile][Strategy]DDPStrategy.backward", start + 6_500, start + 17_000),
-            event("aten::mul", start + 6_510, start + 6_550),
-            *(event("aten::add_", start + 6_600 + 10 * at, start + 6_605 + 10 * at) for at in range(added)),
-            *({**event("gloo:all_reduce", start + at + 500, start + at + 500 + reduce_us),
-                "cat": "user_annotation", "tid": 10}
-              for at in reduced),
-        ]  # fmt: skip
-        inside = [("[Precision]Precision.backward", at, 2_000) for at in passes]
-        inside += [
-            ("[Optimizer]SGD.step", passes[0] - 100, 10_000) if closure else ("[Optimizer]SGD.step", 17_000, 100)
-        ]
-        hooks += [
-            {
-                "step": step, "global_step": step, "recorded": True, "action": action, "depth": 2,
-                "start_ns": START_NS + 1_000 * (start + at), "duration_ns": 1_000 * took,
-            }
-            for action, at, took in inside
-        ]  # fmt: skip
-    directory = make_run(tmp_path / "log", FakeRun(world_size=2, training={"optimizers": OPTIMIZERS}))
-    add_series(directory, "hooks", hooks)
-    for rank in range(2):
-        manifest = directory / f"manifest.rank{rank:05d}.jsonl"
-        manifest.write_text(manifest.read_text().replace("SingleDeviceStrategy", strategy))
-    pulse = directory / "pulse.rank00000.csv"
-    header, *lines = pulse.read_text().splitlines()
-    rows = [line.split(",") for line in lines]
-    rows = [[row[0], str(int(row[0]) // updated_every), *row[2:]] for row in rows]
-    pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
-    trace = write_trace(
-        tmp_path / "made.json", events, baseTimeNanoseconds=START_NS, distributedInfo={"rank": 0, "world_size": 2}
-    )
-    return {finding.rule: finding for finding in examine(Facts.of(load_run(directory), (trace_report(trace),)))}
-
-
-def test_gradients_that_each_of_several_passes_all_reduces_are_named(tmp_path: Path) -> None:
-    finding = trained(tmp_path)["synced_passes"]
-    assert "in each of 4 backward passes per optimizer step" in finding.title
-    assert "block_backward_sync" in finding.next_steps[0]
-    assert "accumulate_grad_batches=4" in finding.next_steps[1]
-    spent = finding.numbers["ns"]
-    assert 0 < recovery(finding).min == pytest.approx(spent * 3 / 4 / 2)
-    assert recovery(finding).max == pytest.approx(spent * 3 / 4)
-
-
-def test_so_are_those_of_several_batches(tmp_path: Path) -> None:
-    one = PASSES[:1]
-    finding = trained(tmp_path, passes=one, reduced=one, added=2, updated_every=3, reduce_us=4_000)["synced_passes"]
-    assert "in each of 3 backward passes" in finding.title
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        # The last pass only, in as many parts as there are passes.
-        {"reduced": tuple(14_500 + 100 * part for part in range(4))},
-        {"passes": PASSES[:1], "reduced": PASSES[:1], "added": 0},
-        # Gradients of each pass are used and set to zero, or the optimizer evaluates a closure.
-        {"added": 0},
-        {"closure": True},
-        {"strategy": "FSDPStrategy"},
-    ],
-)
-def test_passes_that_do_not_need_fewer_all_reduces_are_not_named(tmp_path: Path, of: dict[str, Any]) -> None:
-    assert "synced_passes" not in trained(tmp_path, **of)
 
 
 def saved(step: int, *forwards: int) -> list[dict[str, Any]]:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from device_traces import KERNEL_US, KERNELS, STEPS, Recording, training
 from findings import found_in_trace, recovery
-from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Severity, examine_files
-from trace_reports import MS, copies, found_in, idle, trace, waits
+from trace_reports import MS, copies, found_in, trace
 
 
 def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_path: Path) -> None:
@@ -46,20 +44,6 @@ def test_waiting_at_the_end_costs_nothing(tmp_path: Path) -> None:
         made.synchronize()
         made.synchronize()
     assert "synchronization" not in found_in_trace(made.write(tmp_path / "end.pt.trace.json"))
-
-
-def test_copies_from_pageable_memory_are_found_and_pinned_ones_are_not(tmp_path: Path) -> None:
-    def copy(memory: str) -> Callable[[Recording], None]:
-        return lambda made: made.copy(2_500, f"Memcpy HtoD ({memory} -> Device)", 16 << 20)
-
-    findings = found_in_trace(training(tmp_path / "pageable.pt.trace.json", before=copy("Pageable")))
-    assert "exposed_copies" not in findings
-    finding = findings["blocking_transfers"]
-    assert finding.severity is Severity.WARNING
-    assert finding.numbers["bytes"] == STEPS * (16 << 20)
-    assert "blocking_transfers" not in found_in_trace(
-        training(tmp_path / "pinned.pt.trace.json", before=copy("Pinned"))
-    )
 
 
 @pytest.mark.parametrize(
@@ -168,20 +152,6 @@ def test_copies_in_two_directions_are_one_finding() -> None:
     assert finding.numbers["share"] == pytest.approx(60 / 500)
     assert "pin_memory=True" in finding.next_steps[0]
     assert any(".cpu()" in step for step in finding.next_steps)
-
-
-def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
-    report = trace(
-        causes=(idle(Part.IDLE_PYTHON, 80 * MS),),
-        synchronizations=(waits("aten::item", 50, 80 * MS), waits("aten::to", 5, MS)),
-    )
-    finding = found_in(report)["synchronization"]
-    assert finding.severity is Severity.WARNING
-    assert finding.title == "Waits for the GPU (11 times per step) leave it idle 16% of each step."
-    assert "80.0 ms after aten::item (50 times)" in finding.why
-    assert "loss.detach()" in finding.next_steps[0]
-    assert "non_blocking" in finding.next_steps[1]
-    assert "set_sync_debug_mode" in finding.next_steps[-1]
 
 
 def test_copies_from_pageable_memory_are_told_by_direction() -> None:

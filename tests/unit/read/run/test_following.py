@@ -36,7 +36,7 @@ def test_a_run_grows_from_look_to_look(tmp_path: Path) -> None:
     assert follower.lead.recent[-1]["step"] == 29
     assert len(follower.lead.recent) == 30
     assert follower.has_ended
-    assert [(window.steps, window.closed) for window in follower.lead.windows.values()] == [((2, 3), True)]
+    assert [(window.steps, window.event) for window in follower.lead.windows.values()] == [([2, 3], "close")]
     assert sum(mean_parts(follower.lead).values()) > 0
 
 

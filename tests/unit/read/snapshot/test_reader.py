@@ -13,7 +13,7 @@ import pytest
 
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.snapshot.reader import parse_snapshot, read_snapshot
-from lightning_memprof.read.snapshot.restricted_pickle import Limits, read_pickle
+from lightning_memprof.read.snapshot.restricted_pickle import read_pickle
 
 FRAMES = [
     {"filename": "/home/a/model.py", "line": 7, "name": "forward"},
@@ -57,7 +57,7 @@ def write(directory: Path, data: Any, *, protocol: int = 4) -> Path:
     return path
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", range(2, 6))
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_snapshot_has_its_segments_blocks_events_and_shared_stacks(tmp_path, protocol, compressed):
     path = write(tmp_path, SNAPSHOT, protocol=protocol)
@@ -91,6 +91,7 @@ def test_bytes_are_counted_as_torch_counts_them(tmp_path):
     assert (used.reserved_bytes, used.allocated_bytes, used.requested_bytes) == (4096, 1024, 1000)
     assert (used.pending_bytes, used.inactive_bytes, used.free_segment_bytes) == (512, 2560, 0)
     assert (used.largest_free_block, empty.free_segment_bytes, empty.allocated_bytes) == (2560, 64, 0)
+    assert (used.inactive_split_bytes, used.rounding_bytes) == (2560, 24)
 
 
 def test_a_bare_list_of_segments_is_a_snapshot_without_events(tmp_path):
@@ -126,7 +127,7 @@ class Runs:
         return os.system, ("touch ran",)
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", range(2, 6))
 def test_a_pickle_that_names_a_global_is_refused_with_its_name_before_anything_runs(tmp_path, monkeypatch, protocol):
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path, {"segments": [Runs()]}, protocol=protocol)
@@ -149,7 +150,7 @@ SEGMENTS = b"\x80\x04}\x8c\x08segments"
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x80\x04ios\nsystem\n.", "names the global 'os.system'"),
+        (b"\x80\x04ios\nsystem\n.", "opcode INST"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93)R.", "names the global 'os.system'"),
         (b"\x80\x04K\x01K\x02\x93.", r"names the global '\?\.\?'"),
         (b"\x80\x04\x82\x01.", "opcode EXT1"),
@@ -159,15 +160,11 @@ SEGMENTS = b"\x80\x04}\x8c\x08segments"
         (b"\x80\x04Nb.", "opcode BUILD"),
         (b"\x80\x05\x97.", "opcode NEXT_BUFFER"),
         (b"\x80\x05\x96" + struct.pack("<Q", 1 << 50) + b".", "opcode BYTEARRAY8"),
-        (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b"abc.", "damaged or cut off"),
-        (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b"abc.", "damaged or cut off"),
-        (b"\x80\x04Nr" + struct.pack("<I", 0xFFFFFFF0) + b".", "damaged or cut off"),
-        (b"Np4294967280\n.", "damaged or cut off"),
+        (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b"abc.", "opcode BINBYTES8"),
+        (b"Np4294967280\n.", "opcode PUT"),
         (b"\x80\x04j" + struct.pack("<I", 9) + b".", "damaged or cut off"),
-        (b"\x80\x04\x8b" + struct.pack("<I", 1 << 30) + b"\x00.", "integer of"),
-        (b"\x80\x04\x8a\xff" + b"\x01" * 255 + b".", "integer of 255 bytes"),
-        (b"I" + b"9" * 100_000 + b"\n.", "damaged or cut off"),
-        (b"L9" + b"0" * 4000 + b"L\n.", "damaged or cut off"),
+        (b"\x80\x04\x8b" + struct.pack("<I", 1 << 30) + b"\x00.", "opcode LONG4"),
+        (b"\x80\x04\x8a\xff" + b"\x01" * 255 + b".", "opcode LONG1"),
         (b"(" * 2000 + b".", "nests deeper"),
         (b"\x80\x04}K\x01K\x02s.", "damaged or cut off"),
         (b"\x80\x04NNa.", "damaged or cut off"),
@@ -213,10 +210,17 @@ def test_an_empty_file_is_named_as_empty(tmp_path):
         read_snapshot(path)
 
 
-def test_more_requested_than_reserved_bytes_are_damage():
-    block = {"address": 0, "size": 512, "requested_size": 513, "state": "active_allocated"}
-    data = {"segments": [{**SEGMENT, "address": 0, "total_size": 512, "blocks": [block]}]}
-    with pytest.raises(ArtifactError, match="it: a segment of 512 bytes has live blocks of 513 requested bytes"):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"requested_size": 5000}, id="requested"),
+        pytest.param({"size": 5000}, id="size"),
+        pytest.param({"size": 2048}, id="sum"),
+    ],
+)
+def test_blocks_that_exceed_their_segment_are_damage(changes):
+    data = {"segments": [{**SEGMENT, "blocks": [{**BLOCKS[0], **changes}, *BLOCKS[1:]]}]}
+    with pytest.raises(ArtifactError, match=r"it: a segment of 4096 bytes has .* damaged"):
         parse_snapshot(data, "it")
 
 
@@ -227,15 +231,18 @@ def test_a_tuple_of_a_tuple_and_so_on_is_read_or_refused_and_never_a_key():
         read_pickle(b"\x80\x04}" + deep[2:] + b"Ns.", "it")
 
 
-def test_size_is_bounded(tmp_path):
-    data = pickle.dumps([[] for _ in range(100)])
-    assert len(read_pickle(data, "it", Limits(containers=101))) == 100
+def test_size_is_bounded(tmp_path, monkeypatch):
+    limits = "lightning_memprof.read.snapshot.restricted_pickle"
+    monkeypatch.setattr(f"{limits}.MAX_CONTAINERS", 100)
+    assert len(read_pickle(pickle.dumps([[] for _ in range(99)]), "it")) == 99
     with pytest.raises(ArtifactError, match="more than 100 lists"):
-        read_pickle(data, "it", Limits(containers=100))
+        read_pickle(pickle.dumps([[] for _ in range(100)]), "it")
     bomb = tmp_path / "bomb.gz"
     bomb.write_bytes(gzip.compress(b"\x80\x04" + b"N" * (8 << 20)))
+    for module in (limits, "lightning_memprof.read.snapshot.reader"):
+        monkeypatch.setattr(f"{module}.MAX_BYTES", 1 << 20)
     with pytest.raises(ArtifactError, match="longer than 1048576 bytes"):
-        read_snapshot(bomb, Limits(bytes=1 << 20))
+        read_snapshot(bomb)
 
 
 def test_a_small_file_that_shares_its_lists_is_not_walked_for_ever():
@@ -243,13 +250,11 @@ def test_a_small_file_that_shares_its_lists_is_not_walked_for_ever():
     segment = {**SEGMENT, "blocks": blocks}
     data = pickle.dumps({"segments": [segment] * 3000})
     assert len(data) < 40_000
-    with pytest.raises(ArtifactError, match="it: segments has shared lists"):
+    with pytest.raises(ArtifactError, match=r"it: .* shared lists"):
         parse_snapshot(read_pickle(data, "it"), "it")
     shared = {"segments": [{**SEGMENT, "blocks": blocks} for _ in range(2)]}
-    with pytest.raises(ArtifactError, match="it: blocks has shared lists"):
+    with pytest.raises(ArtifactError, match=r"it: .* shared lists"):
         parse_snapshot(shared, "it")
-    with pytest.raises(ArtifactError, match="too many entries"):
-        parse_snapshot({"segments": [{**SEGMENT} for _ in range(200)]}, "it", Limits(containers=100))
 
 
 def changed(**fields: Any) -> dict[str, Any]:
@@ -259,27 +264,27 @@ def changed(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (3, "the snapshot is 3, "),
+        (3, "has no segments"),
         ({}, "has no segments"),
-        ({"segments": {}}, "segments is dict"),
-        ({"segments": [None]}, "a segment is None"),
-        (changed(address="x"), "address is 'x'"),
-        (changed(address=None), "address is None"),
-        (changed(total_size=-1), "total_size is -1"),
-        (changed(total_size=2**70), "total_size is 1180591620717411303424"),
-        (changed(total_size=True), "total_size is True"),
-        (changed(blocks=None), "blocks is NoneType|blocks is None"),
-        (changed(blocks=[{"size": 1}]), "state is None"),
-        (changed(segment_pool_id=(1,)), "segment_pool_id is tuple"),
-        (changed(blocks=[{"size": 1, "state": "inactive", "frames": 3}]), "frames is 3"),
-        (changed(blocks=[{"size": 1, "state": "inactive", "frames": [[]]}]), "a frame is list"),
-        ({"segments": [], "device_traces": [[{"size": 1}]]}, "action is None"),
-        ({"segments": [], "device_traces": [3]}, "device_traces is 3"),
-        ({"segments": [], "device_traces": [[{"action": "alloc", "size": 1.5}]]}, "size is 1.5"),
+        ({"segments": {}}, "not lists"),
+        ({"segments": [None]}, "damaged"),
+        (changed(address="x"), r"`int`.*\.address"),
+        (changed(address=None), r"`int`.*\.address"),
+        (changed(total_size=-1), r"`int` >= 0.*\.total_size"),
+        (changed(total_size=2**70), r"`int` <= 9223372036854775807.*\.total_size"),
+        (changed(total_size=True), r"`int`.*\.total_size"),
+        (changed(blocks=None), "not lists"),
+        (changed(blocks=[{"size": 1}]), "`state`"),
+        (changed(segment_pool_id=(1,)), "segment_pool_id"),
+        (changed(blocks=[{"size": 1, "state": "inactive", "frames": 3}]), "frames"),
+        (changed(blocks=[{"size": 1, "state": "inactive", "frames": [[]]}]), "`object`"),
+        ({"segments": [], "device_traces": [[{"size": 1}]]}, "`action`"),
+        ({"segments": [], "device_traces": [3]}, "not lists"),
+        ({"segments": [], "device_traces": [[{"action": "alloc", "size": 1.5}]]}, r"`int`.*\.size"),
     ],
 )
 def test_what_torch_does_not_write_is_refused_by_name(data, words):
-    with pytest.raises(ArtifactError, match=words) as refused:
+    with pytest.raises(ArtifactError, match=f"it: .*{words}") as refused:
         parse_snapshot(data, "it")
     assert "\n" not in str(refused.value)
 
@@ -288,7 +293,7 @@ def test_a_container_that_holds_itself_is_no_endless_message():
     endless: list[Any] = []
     endless.append(endless)
     data = read_pickle(pickle.dumps({"segments": endless}, 4), "it")
-    with pytest.raises(ArtifactError, match="a segment is list"):
+    with pytest.raises(ArtifactError, match="damaged"):
         parse_snapshot(data, "it")
 
 

@@ -18,7 +18,6 @@ from lightning_memprof.read.trace.intervals import (
     nearest,
     nest,
     nesting_order,
-    outermost,
     union,
 )
 
@@ -111,15 +110,6 @@ def test_the_innermost_event_at_a_moment_is_the_last_one_that_started_and_still_
     for moment, event in zip(asked, found, strict=True):
         running = [at for at in nesting.order.tolist() if starts[at] <= moment < ends[at]]
         assert event == (running[-1] if running else -1)
-
-
-@given(SLICES)
-def test_an_outermost_event_starts_in_no_other(spans):
-    starts, ends = columns(spans)
-    found = outermost(starts, ends).tolist()
-    for place, at in enumerate(nesting_order(starts, ends).tolist()):
-        before = nesting_order(starts, ends).tolist()[:place]
-        assert (at in found) == all(ends[other] <= starts[at] for other in before)
 
 
 @given(SLICES, st.sampled_from([0, 2, 30]))

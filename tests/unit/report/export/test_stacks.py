@@ -11,7 +11,7 @@ from kineto import Made, event_fields, write_trace
 from lightning_memprof.account.memory.model import Site
 from lightning_memprof.account.snapshot.replay import Holder
 from lightning_memprof.account.trace.lanes import read_lanes
-from lightning_memprof.report.export.stacks import Speedscope, holder_stacks, site_stacks, write_folded
+from lightning_memprof.report.export.stacks import Speedscope, holder_stacks, site_stacks
 from speedscope import validate
 
 HOSTILE = "a;b\nc </script><img onerror=alert(1)>"
@@ -24,12 +24,6 @@ def scope_of(directory: Path, *made: Made) -> Any:
     out = io.StringIO()
     scope.write(out)
     return json.loads(out.getvalue())
-
-
-def folded(stacks: dict[tuple[str, ...], int]) -> str:
-    out = io.StringIO()
-    write_folded(stacks, out)
-    return out.getvalue()
 
 
 def test_lanes_are_evented_profiles_that_keep_the_format(tmp_path: Path) -> None:
@@ -76,19 +70,6 @@ def test_the_check_of_the_format_finds_what_is_wrong(tmp_path: Path, broken) -> 
     broken(document)
     with pytest.raises((AssertionError, KeyError)):
         validate(document)
-
-
-def test_folded_stacks_are_lines_of_frames_and_a_number() -> None:
-    text = folded({("thread 1", HOSTILE): 12, ("thread 1",): 3, ("thread 1", "nothing"): 0, ("", "x y"): 4})
-    assert text.splitlines() == [
-        "(unknown);x y 4",
-        "thread 1 3",
-        "thread 1;a:b c </script><img onerror=alert(1)> 12",
-    ]
-    for line in text.splitlines():
-        stack, _, count = line.rpartition(" ")
-        assert stack
-        assert int(count) > 0
 
 
 def test_a_site_without_python_s_frames_is_found_by_phase_and_module() -> None:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from lightning_memprof.report.export.tables import Table
+from fake_runs import make_run
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.report.export.tables import run_tables
 
 
-def test_a_table_has_every_column_of_every_row_and_nested_values_as_json() -> None:
-    given: list[dict[str, Any]] = [{"a": 1, "path": Path("/b")}, {"a": None, "c": [1, {"d": 2}]}]
-    table = Table.of("x", given)
-    assert table.columns == ("a", "path", "c")
-    assert list(table.rows) == [(1, "/b", None), (None, None, '[1, {"d": 2}]')]
+def test_a_trace_that_cannot_be_read_is_a_row_and_hides_no_other_table(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "log")
+    (trace,) = directory.parent.glob("*.json.gz")
+    trace.write_bytes(b"damaged")
+    tables = {name: list(rows) for name, rows in run_tables(load_run(directory))}
+    assert [row["step"] for row in tables["pulse"]] == list(range(30))
+    assert tables["operators"] == []
+    assert any(trace.name in row["piece"] for row in tables["problems"])

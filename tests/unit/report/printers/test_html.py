@@ -57,8 +57,9 @@ def test_only_scripts_of_the_page_itself_may_run_and_none_has_another_number(tmp
     page = unescape(to_html(view_of(tmp_path)))
     (nonce,) = set(re.findall(r"script-src 'nonce-([\w-]+)'", page))
     opened_tags = re.findall(r"<script\b[^>]*>", re.sub(r"(<script\b[^>]*>).*?</script>", r"\1", page, flags=re.DOTALL))
-    assert opened_tags
-    assert all(f'nonce="{nonce}"' in tag for tag in opened_tags)
+    data = '<script type="application/json">'
+    assert data in opened_tags
+    assert all(f'nonce="{nonce}"' in tag for tag in opened_tags if tag != data)
     assert nonce not in to_html(view_of(tmp_path / "other"))
     assert "'unsafe-eval'" not in page
     assert "default-src 'none'" in page
@@ -88,6 +89,35 @@ def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
     (named,) = (cells[0] for cells in table.rows if f"#{cells[0].id}" == row.href)
     assert named.value == pulse.path
     assert named.command.startswith("less ")
+
+
+def test_the_finding_that_made_the_verdict_is_not_repeated(tmp_path):
+    first, second = (
+        Finding(rule=f"rule{n}", severity=Severity.WARNING, title=f"title {n}", why=f"why {n}",
+                remedies=(step(f"first step {n}"), step(f"further step {n}")))
+        for n in range(2)
+    )  # fmt: skip
+    page = to_html(replace(view_of(tmp_path), findings=(first, second)))
+    once = ("title", "why", "first step", "further step")
+    assert [[page.count(f"{words} {n}<") for words in once] for n in range(2)] == [[1] * 4] * 2
+    assert page.index("first step 0<") < page.index('id="finding-0"') < page.index("further step 0<")
+
+
+def test_sections_fold_but_the_overview(tmp_path):
+    page = to_html(view_of(tmp_path))
+    folds = re.findall(r'<section id="(\w+)"[^>]*>\s*<details class="fold">', page)
+    assert "overview" not in folds
+    assert {"steps", "memory", "files", "configuration"} <= set(folds)
+    assert page.count("<details") == page.count("</details>")
+
+
+def test_terms_have_a_tooltip_and_a_line_in_the_legend(tmp_path):
+    page = to_html(view_of(tmp_path))
+    legend = dict(re.findall(r"<dt>(\w+)</dt><dd>([^<]+)</dd>", page.partition('class="terms"')[2]))
+    assert list(legend) == ["step", "pulse", "window", "stall", "untracked"]
+    assert "batch" in legend["step"]
+    for term in ("pulse", "window", "untracked"):
+        assert f'<abbr title="{legend[term]}">{term}' in page
 
 
 def test_ranks_that_are_missing_are_named(tmp_path):

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from fake_memory import FakeMemory
-from fake_runs import HEALTHY, FakeRun, make_run
+from fake_runs import FakeRun, make_run
 from lightning_memprof.account.memory.allocations import run_allocations
-from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.printers.json import to_json
@@ -127,63 +126,13 @@ def test_a_truncated_window_says_so_with_its_reason(tmp_path: Path) -> None:
     assert window["planned_steps"] == [2, 3]
 
 
-def test_errors_carry_their_traceback(tmp_path: Path) -> None:
-    directory = make_run(tmp_path)
-    writer = ManifestWriter(directory / "manifest.rank00000.jsonl")
-    writer.append("error", collector="host", where="exit", window=0, message="OSError: x", traceback="Traceback ...")
-    writer.close()
-    (error,) = to_json(run_view(load_run(directory)))["errors"]
-    assert (error["collector"], error["where"], error["traceback"]) == ("host", "exit", "Traceback ...")
-
-
-def test_named_moments_are_in_the_document_and_damage_is_a_problem(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, FakeRun(world_size=2))
-    row = {"name": "x", "point": "snapshot", "step": 3, "global_step": 1, "time_ns": 5, "rss_bytes": 7, "more": 1}
-    (directory / "snapshots.rank00000.jsonl").write_text(json.dumps({**row, "peak_rss_bytes": 9}) + "\n")
-    (directory / "snapshots.rank00001.jsonl").write_text("{broken\n" + json.dumps(row) + "\n")
-    shown = to_json(run_view(load_run(directory)))
-    kept = {key: value for key, value in row.items() if key != "more"}
-    assert shown["named"] == [{"rank": 0, **kept, "peak_rss_bytes": 9}, {"rank": 1, **kept, "peak_rss_bytes": None}]
-    assert [(problem["piece"], problem["rank"]) for problem in shown["problems"]] == [("snapshots.rank00001.jsonl", 1)]
-
-
 def test_without_named_moments_the_list_is_empty(tmp_path: Path) -> None:
     assert document(tmp_path)["named"] == []
-
-
-def test_a_run_that_did_not_start_says_so_for_the_run_and_its_ranks(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, FakeRun(steps=0, windows=(), world_size=2, endings={0: None, 1: None}))
-    assert to_json(run_view(load_run(directory)))["run"]["status"] == "running or killed"
-    for path in directory.glob("manifest.rank*.jsonl"):
-        # What a rank writes when its loop begins.
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if json.loads(line)["kind"] != "training"))
-    shown = to_json(run_view(load_run(directory)))
-    assert shown["run"]["status"] == "did not start"
-    assert [rank["status"] for rank in shown["ranks"]] == ["did not start"] * 2
 
 
 def test_other_runs_in_the_log_directory_are_listed(tmp_path: Path) -> None:
     make_run(tmp_path)
     assert document(tmp_path)["run"]["other_runs"] == [str(tmp_path / "memprofiler")]
-
-
-def test_sentence_figures_and_breakdown_are_of_one_step(tmp_path: Path) -> None:
-    fake = FakeRun(
-        phases=lambda _, step: {**HEALTHY, "optimizer": (6_000_000, 12_000_000)[step % 3 == 0]},
-        training={"optimizers": [{"name": "AdamW", "device": "cpu"}]},
-    )
-    shown = document(tmp_path, fake)
-    share = shown["pulse"]["breakdown_ns"]["optimizer"] / shown["pulse"]["duration_ns"]["mean"]
-    (optimizer,) = [finding for finding in shown["findings"] if finding["rule"] == "optimizer_bound"]
-    assert optimizer["numbers"]["share"] == pytest.approx(share)
-    assert f"{share * 100:.0f}% of each step" in optimizer["title"]
-
-
-@pytest.mark.parametrize(("jump", "left"), [(64, 64 * MIB), (0, 0)])
-def test_overhead_has_the_memory_that_windows_left(tmp_path: Path, jump: int, left: int) -> None:
-    fake = FakeRun(windows=((12, 13),), rss_bytes=lambda step: (500 + jump * (step > 12)) * MIB)
-    assert document(tmp_path, fake)["overhead"]["windows_rss_bytes"] == left
 
 
 def memory_of(tmp_path: Path, fake: FakeRun | None = None, *, traces: bool = True) -> dict[str, Any]:

@@ -52,8 +52,7 @@ def tables(shown: View) -> list[str]:
 
 def test_memory_has_its_tables_in_order(tmp_path: Path) -> None:
     assert tables(view(tmp_path)) == [
-        "peaks", "peak-owners", "categories", "checkpointing", "functions", "sites", "every-site", "modules-alike",
-        "modules-each",
+        "peaks", "peak-owners", "categories", "checkpointing", "functions", "sites", "modules-alike",
     ]  # fmt: skip
 
 
@@ -120,19 +119,6 @@ def test_a_category_that_is_not_known_says_why_and_is_no_zero(tmp_path: Path) ->
     assert (row["bytes"], row["not available"]) == ("-", "only ModuleMemory and FSDPMemory measure it")
 
 
-def test_a_long_reason_is_shown_in_full(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, FakeRun())
-    path = directory / "window000" / "rank00000.saved_tensors.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    note = "no backward of this step went through Lightning: what autograd kept is not seen"
-    ends = [{**row, "note": note} for row in rows if row["point"] == "step_end"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in ends))
-    shown = run_view(load_run(directory))
-    (row,) = [row for row in table_of(shown, "categories") if row["category"] == "saved activations"]
-    assert (row["bytes"], row["not available"]) == ("-", note)
-    assert "went through Lightning" in full(shown)
-
-
 def test_the_allocators_bytes_beyond_the_categories_are_noted(tmp_path: Path) -> None:
     shown = view(tmp_path, FakeRun(device_bytes=lambda _: 300 * MIB))
     assert notes(shown, "categories")[-1] == "device peak 364 MiB, 345 MiB more than these categories"
@@ -145,23 +131,8 @@ def test_repeated_blocks_are_one_row_and_self_bytes_sum_to_the_total(tmp_path: P
     assert list(rows) == [
         "net", "net.blocks", "net.blocks.0-3", "net.blocks.0-3.mix", "net.blocks.0-3.norm", "net.head", "unattributed",
     ]  # fmt: skip
-    assert rows["net.blocks.0-3.mix"] == ["4.00 MiB", "4.00 MiB", "1.00 MiB", "1.00 MiB", "4"]
+    assert rows["net.blocks.0-3.mix"] == ["4.00 MiB", "4.00 MiB", "1.00 MiB", "1.00 MiB", "3.20 ms", "4"]
     assert rows["unattributed"][0] == "16.0 KiB"
-    assert len(table_of(shown, "modules-each")) > len(rows)
-
-
-def test_of_many_modules_the_text_page_shows_ten(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, FakeRun())
-
-    def many(row: dict[str, Any]) -> dict[str, Any]:
-        if "modules" not in row:
-            return row
-        modules = {f"layer{'x' * index}": [MIB, MIB, 1, 5, 5] for index in range(14)}
-        return {**row, "activation_bytes": 14 * MIB, "unattributed_bytes": 0, "modules": modules}
-
-    page = full(rewrite(directory, many))
-    assert page.partition("Saved activations by module")[2].count("  layer") == 10
-    assert "  4 more" in page
 
 
 def test_compiled_modules_are_listed_with_the_modules(tmp_path: Path) -> None:
@@ -213,7 +184,6 @@ def test_sites_of_repeated_blocks_and_of_several_steps_are_one_row(tmp_path: Pat
     assert rows[0] == ["addmm", "8.00 MiB", "8", "net.blocks.0-3", "a_file.py(12)"]
     assert rows[1][:4] == ["op0", "1 B", "1", "(forward)"]
     assert [row[:2] for row in rows[-2:]] == [["freed, allocated before the window", "-9 B"], ["unattributed", "7 B"]]
-    assert len(table_of(shown, "every-site")) == 20
 
 
 def test_live_bytes_and_saved_activations_are_curves(tmp_path: Path) -> None:
@@ -254,15 +224,6 @@ def test_times_that_recording_stretched_say_so(tmp_path: Path) -> None:
     assert notes(shown, "checkpointing")[-1] == "forward takes 30.0 ms in recorded steps, 10.0 ms in the others"
 
 
-def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, FakeRun())
-    hostile = "\x1b[31m\n\u202e"
-    shown = rewrite(directory, lambda row: {**row, "modules": {hostile: [1, 1, 1, 1, 1]}} if "modules" in row else row)
-    text = full(shown)
-    assert not set(text) & set("\x1b\u202e")
-    assert "\\x1b[31m" in text
-
-
 def test_numbers_that_no_memory_has_are_left_out_and_the_rest_adds_up(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun())
 
@@ -298,4 +259,3 @@ def test_named_regions_and_snapshots_have_a_row_each(tmp_path: Path) -> None:
         ["odd", "0", "1", "-", "-", "-", "1"],
     ]
     assert "[red]x" in words(full(shown))
-    assert len(table_of(shown, "named")) == 6

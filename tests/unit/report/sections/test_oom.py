@@ -164,17 +164,6 @@ def test_of_many_events_the_page_shows_the_fatal_one_and_the_latest_and_counts_t
     assert "caught: the run continued" in said
 
 
-@pytest.mark.parametrize("render", [printed, shown])
-def test_text_from_outside_cannot_steer_the_terminal_and_lines_stay_in_80_columns(tmp_path: Path, render: Any) -> None:
-    evil = event(module="a\x1b[31m[red]b", exception="\x07" + "x" * 5000, unavailable={"host": "\x1b]0;x\x07"})
-    text = render(recorded(tmp_path, evil))
-    assert "\x1b" not in text
-    assert "\x07" not in text
-    assert "[red]b" in text
-    long = [line for line in text.splitlines() if len(line) > 80 and "/" not in line]
-    assert long == []
-
-
 def test_a_terminal_that_knows_no_unicode_gets_what_it_can_print(tmp_path: Path) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print_autopsy(recorded(tmp_path, event()), 0, file)

@@ -6,7 +6,6 @@ from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.text import full_page, plain
 from lightning_memprof.report.sections.snapshots import snapshots_section
-from lightning_memprof.units import MIB
 from pages import table_of
 from snapshots import MODEL, TRAIN, block, event, failed, segment, snapshot, write_snapshot
 
@@ -18,19 +17,13 @@ def shown(directory: Path, data: dict[str, object]) -> Document:
 
 
 def page(document: Document) -> str:
-    return plain(full_page(document, 100, ascii_only=False))
+    return plain(full_page(document, 100))
 
 
 def test_a_failed_allocation_has_the_line_that_asked(tmp_path: Path) -> None:
     words = page(shown(tmp_path, snapshot([segment(block(0, 1024))], [event("alloc", 0, 1024), failed(4096, 100)])))
     assert "requested by" in words
     assert "a/train.py(3) <module>" in words
-
-
-def test_imbalance_over_devices_is_shown(tmp_path: Path) -> None:
-    segments = [segment(block(0, size * MIB), device=device) for device, size in enumerate((200, 1000))]
-    words = page(shown(tmp_path, snapshot(segments, [])))
-    assert "cuda:1 peaks at 1000 MiB, the median of the other devices is 200 MiB" in words
 
 
 def test_allocation_sites_are_listed_by_line_and_by_function(tmp_path: Path) -> None:

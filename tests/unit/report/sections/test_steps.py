@@ -14,16 +14,15 @@ from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.report.document import Facts, Stack, text
+from lightning_memprof.report.document import Stack
 from lightning_memprof.report.printers.json import to_json
-from lightning_memprof.report.printers.text import plain, sections_page
-from lightning_memprof.report.printers.values import amount
+from lightning_memprof.report.printers.values import amount, words_text
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.sections.overview import overview_section
 from lightning_memprof.report.sections.steps import steps_section
 from lightning_memprof.report.view import View, run_view
 from lightning_memprof.schedule import Window
-from lightning_memprof.units import GIB, MIB
+from lightning_memprof.units import GIB
 from pages import full, short, table_of, words
 
 WINDOW = Window(0, (1,), (2, 3))
@@ -174,15 +173,6 @@ def test_utilization_of_a_few_seconds_is_not_that_of_the_run(samples: int, lead:
     assert f"System counters: {lead}" in full(shown)
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
-def test_no_line_is_wider_than_the_page(width: int, tmp_path: Path) -> None:
-    gpu = {"gpu0_utilization_percent": 87, "gpu0_memory_used_bytes": 40 * GIB, "gpu0_power_w": 310.5}
-    rates = dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s", "page_faults_per_s"), 3.0 * MIB)
-    shown = view(tmp_path, throughput=batches(flops=10**12), system=[sample(), sample(**gpu, **rates)])
-    page = sections_page(run_document(shown).only(["steps", "system"]), width, ascii_only=False)
-    assert max(map(len, plain(page).splitlines())) <= width
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(0, "0.00"), (4, "4.00"), (45.61, "45.6"), (999, "999"), (1234, "1.23 k"), (2.5e9, "2.50 G"), (1e15, "1.00 P")],
@@ -250,16 +240,29 @@ def test_the_bar_of_a_step_has_the_parts_of_its_ledger_and_sums_to_the_step(tmp_
     stack = next(part for part in section.parts if isinstance(part, Stack))
     assert [bar.key for bar in stack.bars] == ["forward", "core_wait", "other"]
     assert sum(bar.value.share or 0 for bar in stack.bars) == pytest.approx(1)
-    assert any("25%" in str(note) for note in stack.notes)
+    assert any("25%" in words_text(note) for note in stack.notes)
 
 
-def test_a_list_of_the_configuration_is_words(tmp_path: Path) -> None:
-    training = {"optimizers": [{"name": "SGD", "modules": ["model", "head"]}]}
-    run = load_run(make_run(tmp_path, FakeRun(training=training)))
-    section = run_document(run_view(run)).section("configuration")
-    assert section is not None
-    optimizer = next(part for part in section.parts if isinstance(part, Facts) and part.title == "Optimizer")
-    assert dict(optimizer.rows)["modules"] == text("model, head")
+def test_the_table_by_phase_names_the_waits_that_its_phases_include(tmp_path: Path) -> None:
+    shown = run_view(load_run(make_run(tmp_path)))
+    assert shown.ledger is not None
+    waits = (TimeLine(part=Part.CORE_WAIT, ns=2e6), TimeLine(part=Part.RANK_WAIT, ns=3e6))
+    for lines, said in ((waits[:1], 1), (waits, 2), ((), 0)):
+        ledger = replace(shown.ledger, lines=(TimeLine(part=Part.FORWARD, ns=9e6), *lines))
+        page = words(full(replace(shown, ledger=ledger)).partition("Time by phase")[2])
+        assert page.count("waiting for a core (2.00 ms)") == (said > 0)
+        assert page.count("waiting for other ranks (3.00 ms)") == (said > 1)
+        assert ("which Mean step by part shows separately" in page) == (said > 0)
+
+
+def test_bars_of_several_ranks_say_whose_they_are(tmp_path: Path) -> None:
+    for number, suffix in ((1, ""), (2, ", rank 0")):
+        shown = run_view(load_run(make_run(tmp_path / str(number), FakeRun(world_size=number))))
+        titles = [part.title for section in run_document(shown).sections for part in section.parts
+                  if isinstance(part, Stack) and "Device time" not in part.title]  # fmt: skip
+        assert [title.removesuffix(suffix) for title in titles] == [
+            "Mean step by part", "Peak memory by owner, host", "Recorded step by part",
+        ]  # fmt: skip
 
 
 def test_recorded_steps_are_on_the_hosts_clock_which_differs_from_a_devices(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def tried(low: float, change: float, high: float, name: str = "threads=2", code:
 
 def page(*outcomes: Outcome) -> str:
     trial = Trial(program="train.py --lr 1", rounds=5, outcomes=outcomes, **FIGURES)
-    return " ".join(plain(full_page(trial_document(trial), 100, ascii_only=False)).split())
+    return " ".join(plain(full_page(trial_document(trial), 100)).split())
 
 
 def test_an_interval_with_no_gain_and_a_gain_in_it_is_not_decided():
