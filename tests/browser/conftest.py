@@ -81,11 +81,13 @@ def context(browser: Any, asked_outside: list[str]) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def perfetto(context: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The UI with a small trace in it: it takes seconds to start and opens a further trace in one."""
-    from lightning_memprof.report.perfetto import serve_trace
+    from lightning_memprof.report.perfetto import serve_trace, ui_directory
 
     trace = tmp_path_factory.mktemp("ui") / "my run #1.json"
     trace.write_text('{"traceEvents":[{"ph":"X","name":"work","pid":1,"tid":1,"ts":5,"dur":7}]}')
-    with serve_trace(trace) as served:
+    ui = ui_directory()
+    assert ui is not None
+    with serve_trace(trace, ui) as served:
         page = context.new_page()
         page.goto(served.url)
         page.wait_for_function(LOADED, timeout=60_000)

@@ -12,7 +12,7 @@ import pytest
 from corpus_files import TRACES
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
-from lightning_memprof.report.perfetto import serve_trace
+from lightning_memprof.report.perfetto import serve_trace, ui_directory
 from lightning_memprof.timeline.events import Source
 from lightning_memprof.timeline.merge import merge_traces
 from lightning_memprof.timeline.sources import run_sources
@@ -59,7 +59,9 @@ def forwarded(port: int) -> Iterator[int]:
 def test_a_trace_opens_under_another_name_and_port_without_a_banner(tmp_path, context, asked_outside):
     trace = tmp_path / "there.json"
     trace.write_text('{"traceEvents":[{"ph":"X","name":"work","pid":1,"tid":1,"ts":5,"dur":7}]}')
-    with serve_trace(trace) as served, forwarded(served.server_port) as port:
+    ui = ui_directory()
+    assert ui is not None
+    with serve_trace(trace, ui) as served, forwarded(served.server_port) as port:
         page = context.new_page()
         page.goto(f"http://localhost:{port}/")
         page.wait_for_function("() => window.app?.trace?.engine && !window.app.isLoadingTrace", timeout=60_000)

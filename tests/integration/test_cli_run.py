@@ -143,8 +143,12 @@ def test_the_configuration_is_handed_on_as_an_absolute_path(command, script, tmp
     assert json.loads(out)["switch"] == str(tmp_path / "memprof.yaml")
 
 
-def test_every_trainer_of_an_unchanged_program_is_recorded(command, script, tmp_path):
-    status, out, err = finished(command(script(TRAIN), "logs"))
+def test_every_trainer_of_an_unchanged_program_is_recorded_and_loads_nothing_that_only_a_page_needs(
+    command, script, tmp_path
+):
+    seldom = {"bokeh", "jinja2", "pandas", "tensorboard", "torch_tb_profiler", "viztracer", "werkzeug"}
+    said = f"import atexit; atexit.register(lambda: print(sorted({seldom} & set(sys.modules))))\n"
+    status, out, err = finished(command(script(f"import sys\n{said}{TRAIN}"), "logs"))
     assert status == 5, err.decode()
     run = tmp_path / "logs" / "version_0" / "memprofiler"
     rows = read_rows(run / manifest_name(0))[0]
@@ -153,3 +157,4 @@ def test_every_trainer_of_an_unchanged_program_is_recorded(command, script, tmp_
     assert {row["type"] for row in rows if row["kind"] == "artifact"} >= {"series", "trace", "pulse"}
     assert b"lightning-memprof show" in err
     assert b"lightning-memprof" not in out
+    assert out.endswith(b"[]\n")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -106,6 +107,19 @@ def test_a_trace_that_a_browser_would_fail_on_is_told(tmp_path, monkeypatch, cap
     trace.write_text('{"traceEvents": [' + " " * 2000 + "]}")
     assert main(["view", str(trace)]) == 0
     assert "--steps" in capsys.readouterr().out
+
+
+def test_without_the_ui_a_runs_timeline_is_written_and_a_trace_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lightning_memprof.report.perfetto.ui_directory", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "logs/version_3")
+    assert main(["view", str(run)]) == 0
+    timeline = tmp_path / "version_3-timeline.json.gz"
+    events = json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "step" for event in events)
+    assert main(["view", str(timeline)]) == 0
+    ways = [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines() if "viztracer" in line]
+    assert ways == [timeline.name, str(timeline)]
 
 
 TWO_STEPS: dict[str, Any] = {
