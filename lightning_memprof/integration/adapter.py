@@ -19,8 +19,9 @@ from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.observe import deferred
 from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.integration.attachment import LIVE, Attachment, end_abandoned
+from lightning_memprof.integration.attachment import Attachment, end_abandoned
 from lightning_memprof.integration.background import start_report
+from lightning_memprof.integration.live_run import LIVE
 from lightning_memprof.integration.place import claim_place
 from lightning_memprof.integration.settings import Settings, for_this_rank
 from lightning_memprof.logs import logger_of

@@ -15,14 +15,13 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from torch.utils.data import Dataset, IterableDataset
 
 import lightning_memprof
@@ -38,7 +37,7 @@ from lightning_memprof.schedule import Schedule, no_window
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_memprof.capture.base import Collector
+    from lightning_memprof.capture.base import Collector, RunContext
 
 # One embedding or head dominates; a few rows show it.
 _LARGEST: Final = 5
@@ -55,64 +54,86 @@ _DTYPES: Final = (
 )
 
 
-def run_facts(
-    trainer: Trainer, stage: str, root: str, schedule: Any, collectors: Sequence[Collector]
-) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a rank was started.
+
+    Attributes:
+        local_rank: number of the rank on its node.
+        node_rank: number of the node.
+        accelerator: class of Lightning's accelerator; None without one.
+        lightning: version of the package of the Trainer; None without one.
+    """
+
+    local_rank: int
+    node_rank: int
+    accelerator: str | None = None
+    lightning: str | None = None
+
+
+def launch_of(trainer: Trainer) -> Launch:
+    """Return how a Trainer's rank was started."""
+    own = lightning_class(trainer, "Trainer")
+    package = "lightning" if own is None else own.__module__.partition(".")[0]
+    return Launch(
+        local_rank=trainer.local_rank,
+        node_rank=trainer.node_rank,
+        accelerator=type(trainer.accelerator).__name__,
+        lightning=str(sys.modules[package].__version__),
+    )
+
+
+def run_facts(run: RunContext, schedule: Any, collectors: Sequence[Collector], launch: Launch) -> dict[str, Any]:
     """Return the manifest's ``run`` row."""
-    device = trainer.strategy.root_device
+    place = run.sink.place
     return {
         "schema_version": SCHEMA_VERSION,
-        "stage": stage,
-        "rank": trainer.global_rank,
-        "local_rank": trainer.local_rank,
-        "node_rank": trainer.node_rank,
-        "world_size": trainer.world_size,
+        "stage": run.stage,
+        "rank": run.rank,
+        "local_rank": launch.local_rank,
+        "node_rank": launch.node_rank,
+        "world_size": run.world_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "strategy": type(trainer.strategy).__name__,
-        "accelerator": type(trainer.accelerator).__name__,
-        "device": str(device),
-        "root": root,
+        "strategy": run.strategy,
+        "accelerator": launch.accelerator,
+        "device": str(run.device),
+        "root": place.url or str(place.root),
         "schedule": _schedule_facts(schedule),
         "collectors": [collector.name for collector in collectors],
-        "environment": _environment(trainer, device),
+        "environment": _environment(run.device, launch.lightning),
     }
 
 
-def peak_flops(trainer: Trainer) -> float | None:
-    """Return floating-point operations per second of the rank's device in the Trainer's precision.
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return floating-point operations per second of a device in a precision of Lightning's, such as ``bf16-mixed``.
 
     None where Lightning does not know the device (every CPU) or the precision. Source:
     ``lightning.fabric.utilities.throughput.get_available_flops``, the vendors' figures for dense matrices.
     """
-    precision = str(trainer.precision)
     dtype = next((dtype for prefix, dtype in _DTYPES if precision.startswith(prefix)), None)
-    if dtype is None or trainer.strategy.root_device.type != "cuda":
+    if dtype is None or device.type != "cuda":
         return None
     try:
+        # Late: a loop of the program's own needs no Lightning.
+        from lightning.fabric.utilities.throughput import get_available_flops
+
         with warnings.catch_warnings():
             # It warns about an unknown device, which the report shows.
             warnings.simplefilter("ignore")
-            peak = get_available_flops(trainer.strategy.root_device, dtype)
+            peak = get_available_flops(device, dtype)
     except Exception:  # noqa: BLE001 a missing precision raises various errors, and the run continues without the figure
         return None
     return None if peak is None else float(peak)
 
 
-def _lightning_version(trainer: Trainer) -> str:
-    """Return the version of the package that the Trainer is from."""
-    own = lightning_class(trainer, "Trainer")
-    package = "lightning" if own is None else own.__module__.partition(".")[0]
-    return str(sys.modules[package].__version__)
-
-
-def _environment(trainer: Trainer, device: torch.device) -> dict[str, Any]:
+def _environment(device: torch.device, lightning: str | None) -> dict[str, Any]:
     """Return versions, cores and memory; those that the system does not tell are missing."""
     is_cuda = device.type == "cuda"
     readers: dict[str, Callable[[], Any]] = {
         "python": platform.python_version,
         "torch": lambda: torch.__version__,
-        "lightning": lambda: _lightning_version(trainer),
+        "lightning": lambda: lightning,
         "lightning_memprof": lambda: lightning_memprof.__version__,
         "platform": platform.platform,
         "cpu_count": os.cpu_count,
@@ -149,6 +170,27 @@ def training_facts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, str]]:
         The facts, and the error of each one that cannot be read: many values are the program's.
     """
     module, missing = trainer.lightning_module, dict[str, str]()
+    readers: dict[str, Callable[[], Any]] = {
+        "num_batches": lambda: _finite(trainer.num_training_batches),
+        "max_steps": lambda: trainer.max_steps,
+        "max_epochs": lambda: trainer.max_epochs,
+        "accumulate_grad_batches": lambda: trainer.accumulate_grad_batches,
+        "precision": lambda: str(trainer.precision),
+        "clips_itself": lambda: overrides(module, "LightningModule", "configure_gradient_clipping"),
+        "profiler": lambda: type(trainer.profiler).__name__,  # type: ignore[attr-defined]
+    }
+    found = _read(readers, missing)
+    return found | model_facts(module, lambda: trainer.optimizers, lambda: _loaders(trainer), missing), missing
+
+
+@without_torch_function
+def model_facts(
+    module: torch.nn.Module,
+    optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+    loaders: Callable[[], Sequence[Any]],
+    missing: dict[str, str],
+) -> dict[str, Any]:
+    """Return the facts of a model, its optimizers and loaders; the errors of those that fail go into ``missing``."""
 
     def parameters() -> list[torch.nn.Parameter] | None:
         found = list(module.parameters())
@@ -158,34 +200,27 @@ def training_facts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, str]]:
         return lambda: otherwise if (found := parameters()) is None else read(found)
 
     readers: dict[str, Callable[[], Any]] = {
-        "num_batches": lambda: _finite(trainer.num_training_batches),
-        "max_steps": lambda: trainer.max_steps,
-        "max_epochs": lambda: trainer.max_epochs,
-        "accumulate_grad_batches": lambda: trainer.accumulate_grad_batches,
-        "precision": lambda: str(trainer.precision),
         "model": lambda: type(module).__name__,
         "parameters": known(lambda found: sum(parameter.numel() for parameter in found), None),
         "parameter_bytes": known(lambda found: sum(_bytes_by_dtype(found).values()), None),
         "optimizers": lambda: [
             _read(_optimizer_facts(optimizer, module), missing, f"optimizers[{number}].")
-            for number, optimizer in enumerate(trainer.optimizers)
+            for number, optimizer in enumerate(optimizers())
         ],
-        "not_optimized": known(lambda _: _not_optimized(module, trainer.optimizers), []),
-        "zero_lr": known(lambda _: _zero_lr(module, trainer.optimizers), []),
+        "not_optimized": known(lambda _: _not_optimized(module, optimizers()), []),
+        "zero_lr": known(lambda _: _zero_lr(module, optimizers()), []),
         "dataloaders": lambda: [
-            _loader_facts(loader, missing, f"dataloaders[{number}].") for number, loader in enumerate(_loaders(trainer))
+            _loader_facts(loader, missing, f"dataloaders[{number}].") for number, loader in enumerate(loaders())
         ],
         "parameter_dtypes": known(_bytes_by_dtype, {}),
         "largest_parameters": known(lambda _: _largest_parameters(module), []),
         "detect_anomaly": torch.is_anomaly_enabled,
-        "clips_itself": lambda: overrides(module, "LightningModule", "configure_gradient_clipping"),
         "matmul_precision": torch.get_float32_matmul_precision,
-        "profiler": lambda: type(trainer.profiler).__name__,  # type: ignore[attr-defined]
         "threads": torch.get_num_threads,
         "cudnn_benchmark": lambda: torch.backends.cudnn.benchmark,
         "compiled": lambda: sorted(compiled_modules(module)),
     }
-    return _read(readers, missing), missing
+    return _read(readers, missing)
 
 
 def _read(readers: Mapping[str, Callable[[], Any]], missing: dict[str, str], within: str = "") -> dict[str, Any]:

@@ -11,10 +11,9 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import ManifestWriter
@@ -27,6 +26,11 @@ from lightning_memprof.errors import MemprofError
 from lightning_memprof.logs import logger_of
 from lightning_memprof.packages import lightning_class
 from lightning_memprof.units import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning.pytorch import Trainer
 
 log = logger_of(__name__)
 
@@ -47,12 +51,34 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
     """
     if is_tuner(trainer) or _is_fast_dev_run(trainer, dirpath):
         return None
-    found: _Agreed | None = None
+    wanted = ""
     if trainer.is_global_zero:
         # The directory of a logger may be any object.
-        place = _claim(trainer, stage, os.fspath(dirpath or str(_log_dir(trainer) or trainer.default_root_dir)))
+        wanted = os.fspath(dirpath or str(_log_dir(trainer) or trainer.default_root_dir))
+    if stage != "fit":
+        wanted = f"{wanted.rstrip('/')}/{stage}"
+    return agreed_place(wanted, trainer.global_rank, trainer.default_root_dir, trainer.strategy.broadcast)
+
+
+def agreed_place(
+    wanted: str, rank: int, home: str, broadcast: Callable[[_Agreed | None], _Agreed | None] = lambda found: found
+) -> RunPlace | None:
+    """Agree on the run directory of a run with the other ranks.
+
+    Args:
+        wanted: its parent, a path or a URL, on rank 0.
+        rank: the global rank.
+        home: where the working copy of a run at a URL goes.
+        broadcast: returns the value of rank 0, for process groups without a store.
+
+    Returns:
+        The place, or None if rank 0 cannot write there or does not record.
+    """
+    found: _Agreed | None = None
+    if rank == 0:
+        place = _claim(wanted, home)
         found = None if place is None else (str(place.root), place.number, place.url)
-    agreed = _from_rank_0(trainer, found)
+    agreed = _from_rank_0(rank, found, broadcast)
     return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1], agreed[2])
 
 
@@ -81,7 +107,9 @@ def _log_dir(trainer: Trainer) -> Any:
     return logger.log_dir if lightning_class(logger, "TensorBoardLogger", "CSVLogger") else logger.save_dir
 
 
-def _from_rank_0(trainer: Trainer, found: _Agreed | None) -> _Agreed | None:
+def _from_rank_0(
+    rank: int, found: _Agreed | None, broadcast: Callable[[_Agreed | None], _Agreed | None]
+) -> _Agreed | None:
     """Return what rank 0 passes.
 
     In a collective, ranks with the callback would wait for ever for those without it. In the process group's store rank
@@ -89,11 +117,10 @@ def _from_rank_0(trainer: Trainer, found: _Agreed | None) -> _Agreed | None:
     """
     world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
     if world is None or not hasattr(world, "get_group_store"):
-        agreed: _Agreed | None = trainer.strategy.broadcast(found)
-        return agreed
+        return broadcast(found)
     store = world.get_group_store()
-    key = f"memprof/place/{store.add(f'memprof/runs/{trainer.global_rank}', 1)}"
-    if trainer.is_global_zero:
+    key = f"memprof/place/{store.add(f'memprof/runs/{rank}', 1)}"
+    if rank == 0:
         store.set(key, json.dumps(found))
         return found
     try:
@@ -101,7 +128,7 @@ def _from_rank_0(trainer: Trainer, found: _Agreed | None) -> _Agreed | None:
     except RuntimeError:
         log.warning(
             "rank %d records nothing: rank 0 has claimed no run directory in %d s; every rank needs the callback",
-            trainer.global_rank, _PATIENCE.total_seconds(),
+            rank, _PATIENCE.total_seconds(),
         )  # fmt: skip
         return None
     return cast("_Agreed | None", json.loads(store.get(key)))
@@ -158,20 +185,18 @@ def _remove_working_copy(place: RunPlace) -> None:
                 break
 
 
-def _claim(trainer: Trainer, stage: str, wanted: str) -> RunPlace | None:
-    if stage != "fit":
-        wanted = f"{wanted.rstrip('/')}/{stage}"
+def _claim(wanted: str, home: str) -> RunPlace | None:
     try:
         root = local_path(wanted)
-        return _claim_url(trainer, wanted.rstrip("/")) if root is None else claim_run_place(root)
+        return _claim_url(wanted.rstrip("/"), home) if root is None else claim_run_place(root)
     except (OSError, ValueError) as error:
         log.warning("%s cannot be written (%s): this run is not recorded; training continues", wanted, error)
         return None
 
 
-def _claim_url(trainer: Trainer, url: str) -> RunPlace | None:
+def _claim_url(url: str, home: str) -> RunPlace | None:
     try:
-        root = _working_copy(trainer, url)
+        root = _working_copy(url, home)
     except OSError as error:
         log.warning("no working copy of %s can be made (%s): this run is not recorded; training continues", url, error)
         return None
@@ -183,14 +208,14 @@ def _claim_url(trainer: Trainer, url: str) -> RunPlace | None:
     return RunPlace(root, number, url)
 
 
-def _working_copy(trainer: Trainer, url: str) -> Path:
-    """Create a directory for this run: next to the other files of the Trainer, or a temporary one."""
+def _working_copy(url: str, home: str) -> Path:
+    """Create a directory for this run in ``home``, next to the other files of the program, or a temporary one."""
     place = "refused" if has_password(url) else url.partition("://")[2].rpartition("@")[2]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", place).strip("-.")[-60:]
     try:
-        home = (local_path(trainer.default_root_dir) or Path.cwd()) / WORKING_COPIES
-        home.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=home))
+        copies = (local_path(home) or Path.cwd()) / WORKING_COPIES
+        copies.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=copies))
     except OSError:
         return Path(tempfile.mkdtemp(prefix=f"memprofiler-{name}-"))
 

@@ -154,7 +154,7 @@ def test_a_recording_that_cannot_begin_leaves_no_file_open_and_says_how_it_ended
     def broken(*_: object) -> None:
         raise FailsError("ours")
 
-    monkeypatch.setattr("lightning_memprof.integration.attachment.Session", broken)
+    monkeypatch.setattr("lightning_memprof.integration.live_run.Session", broken)
     training = trainer(tmp_path, MemProfilerCallback(output=OutputOptions(summary=False)))
     training.fit(Perceptron(), loader(3))
     assert training.global_step == 3
