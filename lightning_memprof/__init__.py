@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_memprof.estimation.estimator import Estimate as Estimate
     from lightning_memprof.estimation.estimator import estimate as estimate
     from lightning_memprof.integration.callback import MemProfilerCallback as MemProfilerCallback
+    from lightning_memprof.integration.loop import record as record
     from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler as ExtendedPyTorchProfiler
     from lightning_memprof.integration.settings import OutputOptions as OutputOptions
     from lightning_memprof.judge import Finding as Finding
@@ -49,6 +50,7 @@ _MODULES = (
     ("errors", "ArtifactError", "ConfigError", "MemprofError", "ReportError"),
     ("estimation.estimator", "Estimate", "estimate"),
     ("integration.callback", "MemProfilerCallback"),
+    ("integration.loop", "record"),
     ("integration.settings", "OutputOptions"),
     ("integration.profiler", "ExtendedPyTorchProfiler"),
     ("run", "Run", "load_run"),
@@ -67,7 +69,7 @@ if not TYPE_CHECKING:
             raise AttributeError(msg)
         import importlib
 
-        if module.startswith(("estimation.", "integration.")):
+        if module.startswith(("estimation.", "integration.")) and module != "integration.loop":
             import sys
 
             from lightning_memprof.integration.registration import check_lightning

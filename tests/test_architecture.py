@@ -35,7 +35,7 @@ ONE_IMPORTER = {
     "capture/watchdog.py": "interrupts a collector, by a thread and a signal",
     "capture/tracker/sharded_tracker.py": "imports torch's FSDP classes, which are loaded when they are used",
     "integration/driver.py": "actions to phases and points; the attachment is the life of a run",
-    "integration/facts.py": "reads the Trainer for the manifest",
+    "integration/loop_run.py": "calls to phases and points; the program has the face",
     "integration/curves.py": "curves through loggers, a feature of its own",
     "report/export/memory_viz.py": "one format per module",
     "report/export/stacks.py": "one format per module",
@@ -79,7 +79,7 @@ STATE_OWNERS = {
     "capture/collectors/oom.py",
     "capture/collectors/operator_trace.py",
     "capture/collectors/saved_tensors.py",
-    "integration/attachment.py",
+    "integration/live_run.py",
 }
 # Calls whose value cannot change.
 IMMUTABLE_CALLS = {

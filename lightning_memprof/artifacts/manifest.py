@@ -56,6 +56,11 @@ class RunFacts(OpenRow):
         return count if type(count) is int else None
 
     @property
+    def is_lightning(self) -> bool:
+        """Whether a Trainer drove the run, not a loop of the program's own; runs of older versions had one."""
+        return self.environment.get("lightning", "") is not None
+
+    @property
     def is_cpu(self) -> bool:
         """Whether the run uses no accelerator."""
         return (self.device or "cpu").startswith("cpu")

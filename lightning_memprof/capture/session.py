@@ -125,6 +125,12 @@ class Session:
         if weight and not in_window:
             self._add_pulse(weight, self.clock.start_ns - began, cpu_ns)
 
+    def drop_step(self) -> None:
+        """Forget the current step: its loader had no batch for it."""
+        position, self._run.position = self._run.position, None
+        if self._recording is not None and position is not None and position.step in self._recording.steps:
+            self._recording.steps.remove(position.step)
+
     def unusual(self) -> None:
         """Note that the current step contains more than a step, a validation for instance."""
         self._run.is_usual = False
@@ -186,7 +192,7 @@ class Session:
             parts.callback(self._followers.close)
             parts.callback(self._list_pending)
             parts.callback(self._close_last_window, reason or "the run ended")
-            parts.callback(self._end_last_step)
+            parts.callback(self.end_step)
 
     def facts(self) -> EndRow:
         """Return the number of steps, the peak RSS and the profiler overhead, for the manifest's last row."""
@@ -248,7 +254,8 @@ class Session:
             run.position = None
         return time.perf_counter_ns()
 
-    def _end_last_step(self) -> None:
+    def end_step(self) -> None:
+        """End the current step, if there is one: what follows belongs to no step."""
         began = self._end_step()
         if self._recording is None:
             self._pulse_ns += time.perf_counter_ns() - began

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jsonargparse import Namespace
@@ -171,7 +170,6 @@ def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
     from lightning_memprof.capture.faults import Faults
     from lightning_memprof.integration.feeds import ActionTap, TensorFeed
 
-    trainer: Any = SimpleNamespace(optimizers=())
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-memprof-doctor-"))
     sink = Sink(claim_run_place(Path(folder)), 0)
     stack.callback(sink.close)
@@ -184,7 +182,7 @@ def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
         device=torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"),
         model=type("Model", (torch.nn.Module,), {"training_step": lambda _model, batch: batch})(),
         actions=ActionTap(None, print),
-        training=TensorFeed(trainer),
+        training=TensorFeed(lambda: False, tuple),
         sink=sink,
         faults=Faults(sink.manifest, "warn"),
     )

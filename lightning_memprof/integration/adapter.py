@@ -122,8 +122,16 @@ class Adapter(Callback):
         if self.steps_aside(trainer):
             return
         end_abandoned(trainer)
+        if any(run.is_here and not isinstance(run, Attachment) for run in LIVE):
+            log.warning("this run is not recorded: record() records the program around it")
+            return
         stage = getattr(stage, "value", stage)
-        settings = for_this_rank(self.settings(trainer), trainer)
+        settings = for_this_rank(
+            self.settings(trainer),
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            local_rank=trainer.local_rank,
+        )
         self._place = claim_place(trainer, stage, settings.output.dirpath)
         if self._place is None:
             return

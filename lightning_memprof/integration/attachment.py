@@ -7,7 +7,6 @@ next event: a Trainer is made or set up, the Trainer is garbage, or the process 
 
 from __future__ import annotations
 
-import atexit
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -48,7 +47,6 @@ from lightning_memprof.units import format_count
 log = logger_of(__name__)
 
 _INTERRUPTED: Final = "Lightning called neither on_exception nor teardown"
-_EXITED: Final = "the process exited during the run"
 
 
 def end_abandoned(trainer: Trainer | None = None) -> None:
@@ -56,12 +54,6 @@ def end_abandoned(trainer: Trainer | None = None) -> None:
     for run in tuple(LIVE):
         if run.is_over() or (trainer is not None and getattr(run, "trainer", None) is trainer):
             run.abandon()
-
-
-@atexit.register
-def _end_all() -> None:
-    for run in tuple(LIVE):
-        run.abandon(None if run.is_over() else _EXITED)
 
 
 class Attachment(LiveRun):
@@ -91,7 +83,7 @@ class Attachment(LiveRun):
         ours: type[Callback],
         owner: Callback,
     ) -> None:
-        self.tensors = TensorFeed(trainer)
+        self.tensors = TensorFeed(self.is_over, lambda: tuple(trainer.optimizers))
         self.trainer = trainer
         self.ended_early: Callable[[str | None], None] = lambda _: None
         self._raised: str | None = None

@@ -1,4 +1,4 @@
-"""Results that are made beside or after the training: rank summaries and the HTML report."""
+"""Results that are made beside or after the training: rank summaries, the HTML report and the page."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import subprocess
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, TextIO
 
 from lightning_memprof.account.ranks.summary import RankSummary, StepTime, encode_summary, summarise
 from lightning_memprof.artifacts.naming import summary_path
 from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
+from lightning_memprof.errors import MemprofError
 from lightning_memprof.logs import logger_of
+from lightning_memprof.report.summary import print_summary
 from lightning_memprof.report.written import PAGE_NAME
 from lightning_memprof.units import quoted
 
@@ -104,3 +106,15 @@ def start_report(place: RunPlace) -> bool:
         return False
     log.info("HTML report: %s (being written)", place.directory / PAGE_NAME)
     return True
+
+
+def print_page(place: RunPlace, summary: bool | Literal["line"], file: TextIO | None) -> None:
+    """Print the page of a finished run, or a line, as :class:`OutputOptions` says; a failure is a line of the log."""
+    where = place.location
+    if not summary:
+        log.info("recorded in %s; show it with: lightning-memprof show %s", where, quoted(where))
+        return
+    try:
+        print_summary(place.directory, file, url=place.url, is_line=summary == "line")
+    except (MemprofError, OSError) as error:
+        log.warning("the summary cannot be shown: %s", error)

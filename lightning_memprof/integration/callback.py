@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
-import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memprof.account.trace.operators import TableOptions
-from lightning_memprof.artifacts.trace_rewriting import range_name
-from lightning_memprof.capture.base import Collector, Position
+from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
-from lightning_memprof.capture.named_snapshots import NamedSnapshots, encodable
-from lightning_memprof.capture.sources.growth import holders_of
-from lightning_memprof.capture.triggers.watch import Triggers, check_steps
-from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.capture.triggers.watch import Triggers
+from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.attachment import Attachment
+from lightning_memprof.integration.background import print_page
+from lightning_memprof.integration.live_run import LiveRun
 from lightning_memprof.integration.loggers import send_report
 from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
+from lightning_memprof.integration.program_calls import ProgramCalls
 from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE, options_fault, requested
-from lightning_memprof.integration.settings import (
-    OutputOptions,
-    Ranks,
-    Settings,
-    check_collectors,
-    check_ranks,
-    joined,
-    parse_schedule,
-    schedule_of,
-)
-from lightning_memprof.logs import logger_of
-from lightning_memprof.report.summary import print_summary
+from lightning_memprof.integration.settings import OutputOptions, Ranks, RunOptions, Settings
 from lightning_memprof.schedule import Schedule, StageSchedules
-from lightning_memprof.units import quoted
-
-log = logger_of(__name__)
 
 _DEFAULT_SCHEDULE: Final = Schedule()
 _DEFAULT_TRIGGERS: Final = Triggers()
@@ -48,7 +31,7 @@ _DEFAULT_BUDGET: Final = Budget()
 _DEFAULT_OUTPUT: Final = OutputOptions()
 
 
-class MemProfilerCallback(Adapter):
+class MemProfilerCallback(Adapter, ProgramCalls):
     """Records where a run spends its time and memory, and prints a summary at the end.
 
     Every step of the run adds one row to the pulse; the other collectors record inside the windows of ``schedule``.
@@ -84,20 +67,10 @@ class MemProfilerCallback(Adapter):
         output: OutputOptions = _DEFAULT_OUTPUT,
     ) -> None:
         super().__init__()
-        self._schedule = parse_schedule(schedule)
-        self._collectors = check_collectors(collectors)
-        self._ranks = check_ranks(ranks)
-        for name, value, kind in (
-            ("triggers", triggers, Triggers),
-            ("budget", budget, Budget),
-            ("output", output, OutputOptions),
-        ):
-            if not isinstance(value, kind):
-                raise ConfigError(f"{name}={value!r}: must be a {kind.__name__}, as in {name}={kind.__name__}()")
-        self._triggers = triggers
-        self._budget = budget
-        self._output = output
-        self._named = NamedSnapshots()
+        self._options = RunOptions(
+            schedule=schedule, collectors=collectors, ranks=ranks, triggers=triggers, budget=budget, output=output
+        )
+        ProgramCalls.__init__(self)
         self._has_ended = False
 
     def settings(self, trainer: Trainer) -> Settings:
@@ -107,61 +80,10 @@ class MemProfilerCallback(Adapter):
             raise ConfigError("the Trainer has more than one MemProfilerCallback; give it one, with all collectors")
         profiler = trainer.profiler  # type: ignore[attr-defined]
         extended = profiler if isinstance(profiler, ExtendedPyTorchProfiler) else None
-        return Settings(
-            schedule=schedule_of(self._schedule, str(getattr(trainer.state.fn, "value", "fit"))),
-            collectors=joined(self._collectors, () if extended is None else extended.lend()),
-            ranks=self._ranks,
-            triggers=self._triggers,
-            budget=self._budget,
-            output=self._output,
-            table=TableOptions() if extended is None else extended.table,
-        )
-
-    def snapshot(self, name: str) -> None:
-        """Record the current memory under ``name``, at any point of the program."""
-        self._named.take(encodable(name), "snapshot", self._position())
-
-    @contextmanager
-    def region(self, name: str) -> Iterator[None]:
-        """Record the memory at the start and the end of the body; in a window the trace has a range of this name."""
-        name = encodable(name)
-        in_window = self.attachment is not None and self.attachment.run.window is not None
-        self._named.take(name, "start", self._position())
-        try:
-            with torch.profiler.record_function(range_name(name)) if in_window else nullcontext():
-                yield
-        finally:
-            self._named.take(name, "end", self._position())
-
-    def trigger(self, active: int | None = None, *, leaks: bool = False) -> None:
-        """Record a window now, at any point of a training program; call it on one rank or on all ranks.
-
-        With several ranks all of them open it at one step, at least 20 steps from now; alone it opens at the next.
-        Without a live run, or on a rank that records nothing, nothing happens.
-
-        Args:
-            active: steps to record; None is what :class:`Triggers` says.
-            leaks: search for the holders of memory that grows in the window, see :class:`Holders`.
-
-        Raises:
-            ConfigError: ``active`` is not a number of steps.
-        """
-        if active is not None:
-            check_steps("trigger", "active", active, 1)
-        if self.attachment is None:
-            log.warning("trigger() has no effect: no run is being recorded")
-            return
-        self.attachment.triggers.call(active, leaks=leaks)
-
-    def holders(self, wanted: Any) -> list[str]:
-        """Return the holders of a tensor or another object, or of the objects of a type, with the source line.
-
-        At any point of the program; takes up to 2 s and keeps nothing alive.
-
-        Args:
-            wanted: an object, or a type such as ``torch.Tensor``: then the most frequent holders come first.
-        """
-        return holders_of(wanted, None if self.attachment is None else self.attachment.run.model)
+        stage = str(getattr(trainer.state.fn, "value", "fit"))
+        if extended is None:
+            return self._options.settings(stage)
+        return self._options.settings(stage, extended.lend(), extended.table)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Claim a directory and prepare the run."""
@@ -180,24 +102,17 @@ class MemProfilerCallback(Adapter):
             profiler.take(attachment)
         if not trainer.is_global_zero:
             return
-        place = attachment.place
-        if self._output.loggers:
+        if self._options.output.loggers:
             send_report(trainer, attachment.run.sink)
-        summary = self._output.summary
+        summary = self._options.output.summary
         if summary is None:
             summary = True if is_first or attachment.run.stage == "fit" else "line"
-        if not summary:
-            where = place.location
-            log.info("recorded in %s; show it with: lightning-memprof show %s", where, quoted(where))
-            return
-        try:
-            file = self.summary_file() if reason is None else sys.stderr
-            print_summary(place.directory, file, url=place.url, is_line=summary == "line")
-        except (MemprofError, OSError) as error:
-            log.warning("the summary cannot be shown: %s", error)
+        print_page(attachment.place, summary, self.summary_file() if reason is None else sys.stderr)
 
-    def _position(self) -> Position | None:
-        return None if self.attachment is None else self.attachment.run.position
+    @property
+    def _live(self) -> LiveRun | None:
+        """The run that is recorded now."""
+        return self.attachment
 
 
 class AttachedCallback(MemProfilerCallback):

@@ -235,14 +235,19 @@ def _lookup(actions: _Actions, profiler: Profiler, link: Link) -> Callable[..., 
 
 
 class TensorFeed:
-    """Who listens to the batches and losses of an adapter's hooks.
+    """Who listens to the batches and losses of a run.
+
+    Args:
+        is_over: returns whether what drives the run has ended, with or without its hooks.
+        optimizers: returns the optimizers.
 
     Attributes:
         listeners: functions that get each batch, and those that get each loss; empty outside windows.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, is_over: Callable[[], bool], optimizers: Callable[[], Sequence[torch.optim.Optimizer]]) -> None:
+        self.is_over = is_over
+        self.optimizers = optimizers
         self.listeners: dict[Literal["batch", "loss"], list[Callable[[Any], None]]] = {"batch": [], "loss": []}
 
     @contextmanager
@@ -256,14 +261,6 @@ class TensorFeed:
                     listeners.append(listener)
                     undo.callback(listeners.remove, listener)
             yield
-
-    def is_over(self) -> bool:
-        """Return whether the run of the Trainer has ended, with or without its hooks."""
-        return self._trainer.state.stopped
-
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Return the Trainer's optimizers."""
-        return tuple(self._trainer.optimizers)
 
 
 def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
 import sys
@@ -31,6 +32,7 @@ from lightning_memprof.units import MIB
 
 log = logger_of(__name__)
 
+_EXITED: Final = "the process exited during the run"
 # If many small objects took the last byte, no report could be made. It is never touched: address space only.
 _RESERVE_BYTES: Final = 32 * MIB
 
@@ -89,7 +91,7 @@ class LiveRun:
 
     @property
     def is_here(self) -> bool:
-        """Whether the run goes on and is this process's: a forked one has a copy."""
+        """Whether the run has not ended and is this process's: a forked one has a copy."""
         return not self._ended and os.getpid() == self._process
 
     def end(self, exception: BaseException | None = None, reason: str | None = None) -> str | None:
@@ -146,6 +148,12 @@ class LiveRun:
 
 # One per process, as is the state that a live run changes: torch's profiler, wrapped methods, signal handlers.
 LIVE: Final[WeakSet[LiveRun]] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for run in tuple(LIVE):
+        run.abandon(None if run.is_over() else _EXITED)
 
 
 def available_collectors(run: RunContext, settings: Settings, launch: Launch) -> list[Collector]:

@@ -314,12 +314,46 @@ def choice_note(ranks: Ranks, world_size: int) -> str | None:
     return f"windows have every collector on these ranks only: ranks={ranks!r}"
 
 
-def for_this_rank(settings: Settings, trainer: Trainer) -> Settings:
-    """Return the settings of this rank: all collectors, or those that are cheap enough for every rank."""
-    chosen = is_chosen(
-        settings.ranks, rank=trainer.global_rank, world_size=trainer.world_size, local_rank=trainer.local_rank
-    )
-    if chosen:
+@dataclass(kw_only=True)
+class RunOptions:
+    """The arguments of :class:`MemProfilerCallback`, with their checks and defaults.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
+
+    schedule: Any = field(default_factory=Schedule)
+    collectors: Any = None
+    ranks: Any = None
+    triggers: Triggers = field(default_factory=Triggers)
+    budget: Budget = field(default_factory=Budget)
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self.schedule = parse_schedule(self.schedule)
+        self.collectors = check_collectors(self.collectors)
+        self.ranks = check_ranks(self.ranks)
+        for name, kind in (("triggers", Triggers), ("budget", Budget), ("output", OutputOptions)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(f"{name}={value!r}: must be a {kind.__name__}, as in {name}={kind.__name__}()")
+
+    def settings(self, stage: str, lent: Sequence[Collector] = (), table: TableOptions | None = None) -> Settings:
+        """Return the settings of a stage, with the collectors and the table options of a profiler."""
+        return Settings(
+            schedule=schedule_of(self.schedule, stage),
+            collectors=joined(self.collectors, lent),
+            ranks=self.ranks,
+            triggers=self.triggers,
+            budget=self.budget,
+            output=self.output,
+            table=table or TableOptions(),
+        )
+
+
+def for_this_rank(settings: Settings, *, rank: int, world_size: int, local_rank: int) -> Settings:
+    """Return the settings of a rank: all collectors, or those that are cheap enough for every rank."""
+    if is_chosen(settings.ranks, rank=rank, world_size=world_size, local_rank=local_rank):
         return settings
     light = [(collector, asked) for collector, asked in settings.collectors if collector.every_rank]
     return replace(settings, collectors=light, every_collector=False)

@@ -33,7 +33,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
         id: its name in this module, in small letters; stable, unlike the text.
         text: one action that a person can type or paste; with the fields of :meth:`filled`.
         in_torch: the same for a program without a Trainer, where that is another text; ``try`` cannot apply it.
-        needs: what has to hold of the program of a trace or a snapshot.
+        needs: what has to hold of the program.
         change: the argument of ``try --remedy`` that applies it (``workers={workers}``), empty where nothing can.
     """
 
@@ -132,16 +132,19 @@ DYNAMIC_SHAPES: Final = Remedy(
 )
 FEW_SHAPES: Final = Remedy(text="Use few shapes: pad batches to a few lengths, such as multiples of 64.")
 METRIC_PER_EPOCH: Final = Remedy(
-    text="Compute metrics once per epoch: update() in the steps, {object}.compute() in on_train_epoch_end."
+    text="Compute metrics once per epoch: update() in the steps, {object}.compute() in on_train_epoch_end.",
+    in_torch="Compute metrics once per epoch: update() in the steps, {object}.compute() after the epoch.",
 )
 VALIDATE_LESS_OFTEN: Final = Remedy(
-    text="Validate less often, or on less data: Trainer({setting}, limit_val_batches=50)."
+    text="Validate less often, or on less data: Trainer({setting}, limit_val_batches=50).",
+    in_torch="Validate less often, or on less data.",
 )
 SAVE_LESS_OFTEN: Final = Remedy(
     text="Save less often: ModelCheckpoint(every_n_train_steps=1000) or (train_time_interval=timedelta(minutes=30))."
 )
 SAVE_LESS: Final = Remedy(
-    text="Save less: ModelCheckpoint(save_weights_only=True, save_top_k=1), save_hyperparameters(ignore=[...])."
+    text="Save less: ModelCheckpoint(save_weights_only=True, save_top_k=1), save_hyperparameters(ignore=[...]).",
+    in_torch="Save less: the state_dict() of the model alone, and less often.",
 )
 SAVE_ASYNC: Final = Remedy(
     text="Save in the background: Trainer(plugins=[AsyncCheckpointIO()]) from lightning.pytorch.plugins.io.",
@@ -152,6 +155,7 @@ NO_BUFFERS: Final = Remedy(
 )
 LOG_LESS_OFTEN: Final = Remedy(
     text="Log less often: Trainer(log_every_n_steps=50).",
+    in_torch="Log less often: in every 50th step.",
     change="log_every=50",
 )
 SELF_LOG_LESS_OFTEN: Final = Remedy(
@@ -160,7 +164,8 @@ SELF_LOG_LESS_OFTEN: Final = Remedy(
 NO_SYNC: Final = Remedy(text="Log without sync_dist=True in the steps, or average one stacked tensor over the ranks.")
 WRITE_LESS: Final = Remedy(text="Write less in {owner}: every N batches, in a thread, or by appending to the file.")
 CODE_AROUND_BATCHES: Final = Remedy(
-    text="Look at the code around the batches: a loop of your own, metrics, self.log with many values."
+    text="Look at the code around the batches: a loop of your own, metrics, self.log with many values.",
+    in_torch="Look at the code around the batches: metrics, logging, a validation outside recording.validation().",
 )
 FIND_COLLECT: Final = Remedy(
     text="Find the gc.collect() call in the program or a callback: it runs a full collection every step."
@@ -174,13 +179,16 @@ COMPARE_STEPS: Final = Remedy(
     text="Compare the batches of these steps with the others: longer samples, shapes that recompile."
 )
 CATCH_STEP: Final = Remedy(
-    text="Let the next slow step open a window: MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))."
+    text="Let the next slow step open a window: MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()])).",
+    in_torch="Let the next slow step open a window: record(..., triggers=Triggers(anomalies=[SlowStep()])).",
 )
 GRADIENTS_AT_ONCE: Final = Remedy(
-    text="Handle all gradients in one call in {owner}: Trainer(gradient_clip_val=1.0), torch._foreach_norm."
+    text="Handle all gradients in one call in {owner}: Trainer(gradient_clip_val=1.0), torch._foreach_norm.",
+    in_torch="Handle all gradients in one call in {owner}: clip_grad_norm_(..., foreach=True), torch._foreach_norm.",
 )
 BUILD_ONCE: Final = Remedy(
-    text="Build it once: read the data in setup(), and keep Trainer(reload_dataloaders_every_n_epochs=0)."
+    text="Build it once: read the data in setup(), and keep Trainer(reload_dataloaders_every_n_epochs=0).",
+    in_torch="Build it once, before the loop.",
 )
 RETURN_TENSORS: Final = Remedy(
     text="Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch."
@@ -213,7 +221,8 @@ FUSED_ATTENTION: Final = Remedy(
     text="Use torch.nn.functional.scaled_dot_product_attention, or MultiheadAttention(need_weights=False)."
 )
 KEEP_ITERATOR: Final = Remedy(
-    text="Create the iterator once, in on_train_start, or let the Trainer load both: CombinedLoader([first, second])."
+    text="Create the iterator once, in on_train_start, or let the Trainer load both: CombinedLoader([first, second]).",
+    in_torch="Create the iterator once, before the loop.",
 )
 WHOLE_TENSORS: Final = Remedy(
     text="Compute on whole tensors (torch.stack, a sum), and read or print one value (.item()) every N steps only."
@@ -228,7 +237,8 @@ LARGER_BATCH: Final = Remedy(
     text="Use larger batches: DataLoader(batch_size={samples}), with a learning rate to match."
 )
 JOIN_BATCHES: Final = Remedy(
-    text="Join {joined} batches: DataLoader(batch_size={samples}), Trainer(accumulate_grad_batches={left})."
+    text="Join {joined} batches: DataLoader(batch_size={samples}), Trainer(accumulate_grad_batches={left}).",
+    in_torch="Join {joined} batches: DataLoader(batch_size={samples}), and accumulate over {left}.",
 )
 SUM_LOSSES: Final = Remedy(
     text="Run one backward on the sum of the losses: with retain_graph=True each one runs through the whole graph."
@@ -254,6 +264,7 @@ THREADS: Final = Remedy(
 )
 NO_ANOMALY_DETECTION: Final = Remedy(
     text="Disable it: Trainer(detect_anomaly=False), and no torch.autograd.detect_anomaly() in the program.",
+    in_torch="Disable it: no torch.autograd.set_detect_anomaly(True), and no torch.autograd.detect_anomaly().",
     change="no_anomaly_detection",
 )
 FUSED_OPTIMIZER: Final = Remedy(
@@ -429,7 +440,8 @@ STOP_OTHERS: Final = Remedy(
     text="Run nvidia-smi to see which processes use the device, and stop leftovers of earlier runs."
 )
 FREE_DEVICE: Final = Remedy(
-    text="Give each process a free device: CUDA_VISIBLE_DEVICES, or Trainer(devices=find_usable_cuda_devices(1))."
+    text="Give each process a free device: CUDA_VISIBLE_DEVICES, or Trainer(devices=find_usable_cuda_devices(1)).",
+    in_torch="Give each process a free device: CUDA_VISIBLE_DEVICES.",
 )
 RAISE_LIMIT: Final = Remedy(text="Raise the limit: {limit}.")
 SPLIT_OPERATION: Final = Remedy(
@@ -454,11 +466,15 @@ RECORD_PYTHON_STACKS: Final = Remedy(
 )
 RECORD_RANKS: Final = Remedy(text="Record the other ranks too: a collective waits for the last rank to arrive.")
 RECORD_DEVICE: Final = Remedy(text="Record host and device: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].")
-RECORD_RUN: Final = Remedy(text='Record a training run: Trainer(profiler="memprof").')
+RECORD_RUN: Final = Remedy(text='Record a training run: Trainer(profiler="memprof"), or record(model) around a loop.')
 RECORD_STEP: Final = Remedy(
-    text="Record such steps: MemProfilerCallback(schedule=Schedule(steps=({steps},), active=1))."
+    text="Record such steps: MemProfilerCallback(schedule=Schedule(steps=({steps},), active=1)).",
+    in_torch="Record such steps: record(..., schedule=Schedule(steps=({steps},), active=1)).",
 )
-MORE_STEPS: Final = Remedy(text="Run at least {steps} steps; a Trainer that has reached max_epochs needs more epochs.")
+MORE_STEPS: Final = Remedy(
+    text="Run at least {steps} steps; a Trainer that has reached max_epochs needs more epochs.",
+    in_torch="Run at least {steps} steps.",
+)
 LAUNCH_LESS: Final = Remedy(
     text="Launch fewer and longer kernels: torch.compile(model{mode}).",
     needs=frozenset({"no graphs"}),
@@ -560,10 +576,12 @@ FREE_GRADIENTS: Final = Remedy(
 # Recording
 
 FEWER_WINDOWS: Final = Remedy(
-    text="Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2))."
+    text="Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2)).",
+    in_torch="Train some steps outside windows: record(..., schedule=Schedule(wait=10, active=2)).",
 )
 REMOVE_PROFILER: Final = Remedy(
-    text="Remove the other profiler: torch.profiler.profile(...), cProfile or Trainer(profiler=...)."
+    text="Remove the other profiler: torch.profiler.profile(...), cProfile or Trainer(profiler=...).",
+    in_torch="Remove the other profiler: torch.profiler.profile(...), cProfile.",
 )
 REPORT_ERROR: Final = Remedy(text="Report this error to the developers of lightning-memprof.")
 

@@ -110,7 +110,17 @@ def _findings(facts: Facts) -> tuple[Finding, ...]:
     rows = (row for row in itertools.chain.from_iterable(ROWS.values()) if row.id not in reported)
     for row in rows:
         found += _guarded(row.findings, judged if row.is_of_time else facts, name=row.id)
-    return _by_severity(found)
+    return _by_severity([_in_torch(finding) for finding in found] if _is_of_loop(facts) else found)
+
+
+def _is_of_loop(facts: Facts) -> bool:
+    """Whether no Trainer drove the run; files have remedies for their own programs."""
+    return bool(facts.run.ranks) and not facts.run.lead.facts.is_lightning
+
+
+def _in_torch(finding: Finding) -> Finding:
+    """Return a finding with the remedies of a program without a Trainer."""
+    return replace(finding, remedies=tuple(remedy.in_program({"other program"}) for remedy in finding.remedies))
 
 
 def _with_enough_steps(facts: Facts) -> Facts:

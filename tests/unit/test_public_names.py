@@ -20,7 +20,7 @@ ROOT = {
     "ArtifactError", "Budget", "Collector", "ConfigError", "ExtendedPyTorchProfiler", "Finding", "Mark",
     "MemProfilerCallback", "MemprofError", "SkipWindow", "OnMark", "OutputOptions", "Point", "ReportError", "Run",
     "Estimate", "RunContext", "Schedule", "Severity", "StageSchedules", "Triggers", "estimate", "load_run",
-    "memprofilable", "start_memory_history",
+    "memprofilable", "record", "start_memory_history",
 }  # fmt: skip
 NAMESPACES = {
     "collectors": {

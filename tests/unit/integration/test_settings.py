@@ -249,8 +249,8 @@ def test_what_chooses_nothing_is_refused_with_all_that_may_be_given(ranks: Any) 
 
 def test_the_other_ranks_keep_what_is_light() -> None:
     wanted = Settings(schedule=Schedule(), collectors=joined(None, ()), ranks=[1])
-    assert for_this_rank(wanted, a_trainer(1, 2)) is wanted
-    here = for_this_rank(wanted, a_trainer(0, 2))
+    assert for_this_rank(wanted, rank=1, world_size=2, local_rank=0) is wanted
+    here = for_this_rank(wanted, rank=0, world_size=2, local_rank=0)
     assert not here.every_collector
     light = {collector.name for collector, _ in here.collectors}
     assert light >= {"pulse", "host", "allocator", "hooks", "oom"}
@@ -260,7 +260,7 @@ def test_the_other_ranks_keep_what_is_light() -> None:
 
 def test_whether_a_collector_was_asked_for_is_kept() -> None:
     wanted = Settings(schedule=Schedule(), collectors=joined([HostMemory(), OperatorTrace()], ()), ranks="none")
-    assert for_this_rank(wanted, a_trainer(0, 2)).collectors == [(wanted.collectors[0][0], True)]
+    assert for_this_rank(wanted, rank=0, world_size=2, local_rank=0).collectors == [(wanted.collectors[0][0], True)]
 
 
 @pytest.mark.parametrize(

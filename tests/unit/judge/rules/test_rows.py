@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from findings import recovery
 from lightning_memprof.account.ledger.model import TimeLine, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.naming import processes_name
-from lightning_memprof.judge import Facts, Finding, examine
-from lightning_memprof.judge.rules import batches, lines, slowing, threads
+from lightning_memprof.judge import Facts, Finding, examine, verdict
 from lightning_memprof.read.run.load import load_run
 
 MS = 1_000_000
@@ -96,7 +96,7 @@ def slower(longest: int) -> Make:
     return make
 
 
-ROWS = {row.id: row for row in (*lines.ROWS, *batches.ROWS, *threads.ROWS, *slowing.ROWS)}
+ROWS = {row.id: row for row in chain.from_iterable(verdict.ROWS.values())}
 CASES = [
     pytest.param("hot_line", looped("aten::add"), looped("aten::view"), id="a loop, and views"),
     pytest.param("hot_line", read(256), read(255), id="values, and few values"),
@@ -107,6 +107,14 @@ CASES = [
     pytest.param("busy_thread", busy(0.9), busy(0.0), id="a thread, and one without the lock"),
     pytest.param("slower_steps", slower(STEPS), slower(15), id="steps that get slower, and a cache that fills"),
 ]
+
+
+def test_each_row_that_its_time_alone_does_not_decide_is_named_by_a_test() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
+    alone = {row.id for row in verdict.ROWS["device"]}
+    found = (row for row in chain.from_iterable(verdict.ROWS.values()) if row.is_of_time and row.id not in alone)
+    missing = {row.id for row in found if (row.find or Part.FORWARD in row.of) and f'"{row.id}"' not in tests}
+    assert missing == set()
 
 
 @pytest.mark.parametrize(("rule", "make", "twin"), CASES)
