@@ -154,3 +154,15 @@ def test_several_models_in_a_dictionary_have_their_forwards(tmp_path: Path) -> N
         for batch in recording.steps(batches()):
             (models["one"](batch) + models["other"](batch)).backward()
     assert all((row["forward_ns"] or 0) > 0 for row in load_run(tmp_path).lead.pulse)
+
+
+def test_a_compiled_model_has_its_forward_and_its_own_name(tmp_path: Path) -> None:
+    model = torch.compile(seeded(), backend="eager")
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with record(model, dirpath=tmp_path, collectors=[Pulse()], output=QUIET) as recording:
+        for batch in recording.steps(batches()):
+            model(batch).backward()
+            optimizer.step()
+    run = load_run(tmp_path)
+    assert all((row["forward_ns"] or 0) > 0 for row in run.lead.pulse)
+    assert facts(run)["model"] == "Net"
