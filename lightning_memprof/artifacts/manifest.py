@@ -116,7 +116,8 @@ class TrainingFacts(OpenRow):
     ``not_optimized`` the paths of modules whose parameters need gradients and are in no optimizer, ``zero_lr`` those in
     parameter groups whose learning rate is 0, ``compiled`` those of the modules that torch.compile has compiled, ``""``
     for the model. ``clips_itself`` is whether the module has its own ``configure_gradient_clipping``,
-    ``cudnn_benchmark`` whether cuDNN tries its algorithms for each new shape.
+    ``cudnn_benchmark`` whether cuDNN tries its algorithms for each new shape. ``large_hyperparameters`` are names of
+    those with many objects or bytes, which each checkpoint contains.
     """
 
     num_batches: Int64 | None = None
@@ -137,6 +138,7 @@ class TrainingFacts(OpenRow):
     clips_itself: bool | None = None
     threads: Int64 | None = None
     cudnn_benchmark: bool | None = None
+    large_hyperparameters: list[str] = msgspec.field(default_factory=list)
 
 
 class OomHost(Row):

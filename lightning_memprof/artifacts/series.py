@@ -95,6 +95,8 @@ class HookRow(SeriesRow, gc=False):
     depth: Int64 | None = None
 
 
+# The action of a peak that the process reached before the run.
+BEFORE_STEPS: Final = "before_steps"
 # In the functions of a line: a module is called.
 MODULE_CALL: Final = "()"
 
@@ -188,6 +190,7 @@ class ProcessRow(SeriesRow, gc=False):
     that only they have; ``worker``, one of them; ``validation``, one inside fit: ``rss_bytes`` at its batches, at most
     32 of ``batches``, and the bytes that the C allocator has handed out, empty where these are unknown; or ``peak``, an
     ``action`` outside the training steps in which the peak RSS rose: before it and after it.
+    With the action ``before_steps`` it is the RSS when the recording began, and the peak until then.
 
     A worker has its number in its loader and the loader's data set, the bytes that it shares with other processes, and
     since its start: processor time, time ready to run without a core, time waiting for block devices and bytes read;

@@ -112,7 +112,7 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
     # Reading the graphs makes objects of what they save: before these are counted, and not between two counts.
     graph_bytes = largest_graph(tracked_tensors(), skip)[1].held_bytes
     counts = tracked_types()
-    lengths = {id(value): length_of(value) for value in tracked_objects(is_container_type)}
+    lengths = {id(value): length_of(value) for value in containers()}
     tensors = tracked_tensors()
     tensor_counts, tensor_bytes = Counter[Group](), Counter[Group]()
     seen: set[int] = set()
@@ -140,6 +140,18 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
         graph_bytes=graph_bytes,
         mapped=mapped_sizes() if rss_bytes <= _MOST_MAPPED else {},
     )
+
+
+def containers() -> list[Any]:
+    """Return all lists, dicts, sets and deques.
+
+    Before Python 3.14 the garbage collector does not track a dict of numbers, texts and bytes; its owner it does.
+    """
+    # Neither list nor dictionary of this function may be among them.
+    found = tracked_objects(is_container_type)
+    loose = {id(value): value for value in untracked_referents((dict,)) if not gc.is_tracked(value)}
+    found += loose.values()
+    return found
 
 
 def grouped(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Group, dict[int, int]]]:

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import psutil
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -33,6 +34,7 @@ from lightning_memprof.capture.sources.memory import cgroup_cores, cgroup_memory
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_storage
 from lightning_memprof.packages import lightning_class, overrides
 from lightning_memprof.schedule import Schedule, no_window
+from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 _LARGEST: Final = 5
 # Of the objects that a data set refers to: a list of as many takes some ms.
 _MOST_OBJECTS: Final = 1000
+# A checkpoint takes 10 ms to pickle as many.
+_MANY_OBJECTS: Final = 10_000
+_MANY_BYTES: Final = MIB // _MANY_OBJECTS
 # Of a group of parameters, what is not a setting.
 _NAMES: Final = frozenset({"params", "param_names", "name"})
 # Types of settings that are compared by value.
@@ -178,6 +183,7 @@ def training_facts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, str]]:
         "precision": lambda: str(trainer.precision),
         "clips_itself": lambda: overrides(module, "LightningModule", "configure_gradient_clipping"),
         "profiler": lambda: type(trainer.profiler).__name__,  # type: ignore[attr-defined]
+        "large_hyperparameters": lambda: [*_large_hyperparameters(module), *_large_hyperparameters(trainer.datamodule)],  # type: ignore[attr-defined]
     }
     found = _read(readers, missing)
     return found | model_facts(module, lambda: trainer.optimizers, lambda: _loaders(trainer), missing), missing
@@ -221,6 +227,24 @@ def model_facts(
         "compiled": lambda: sorted(compiled_modules(module)),
     }
     return _read(readers, missing)
+
+
+def _large_hyperparameters(owner: object) -> list[str]:
+    """Return the names of the saved hyper-parameters that are larger than settings: 10,000 objects or a MiB."""
+    saved = vars(owner).get("_hparams") if owner is not None else None
+    return [str(name) for name, value in dict.items(saved) if _is_large(value)] if isinstance(saved, dict) else []
+
+
+def _is_large(value: Any) -> bool:
+    left, seen = [value], 0
+    while left and seen < _MANY_OBJECTS:
+        at = left.pop()
+        if issubclass(type(at), (torch.Tensor, np.ndarray)) and at.nbytes >= MIB:
+            return True
+        entries = at.values() if type(at) is dict else at if type(at) in {list, tuple, set} else ()
+        seen += len(entries) + (len(at) // _MANY_BYTES if type(at) in {str, bytes} else 0)
+        left += islice(entries, _MANY_OBJECTS)
+    return seen >= _MANY_OBJECTS
 
 
 def _read(readers: Mapping[str, Callable[[], Any]], missing: dict[str, str], within: str = "") -> dict[str, Any]:

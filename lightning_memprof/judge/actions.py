@@ -95,8 +95,13 @@ def work_of_transfer(facts: Facts, fact: Fact) -> Detail:
     return replace(work_of_action(facts, fact), fields=fields)
 
 
-def buffers_in_checkpoint(facts: Facts, fact: Fact) -> Detail:
-    """Return what a checkpoint holds, if the model has more buffers than trained tensors."""
+def contents_of_checkpoint(facts: Facts, fact: Fact) -> Detail:
+    """Return what a checkpoint holds: large hyper-parameters, or more buffers than trained tensors."""
+    large = fact.rank.training.large_hyperparameters if fact.rank.training is not None else []
+    if large:
+        names, quoted = ", ".join(large), ", ".join(f"'{name}'" for name in large)
+        why = f"Each one contains the hyper-parameters, {names} among them."
+        return Detail(why=why, remedies=(do.NO_HYPERPARAMETERS.filled(names=quoted),))
     ledger = facts.byte_ledgers.get(fact.rank.rank)
     if ledger is None:
         return Detail()

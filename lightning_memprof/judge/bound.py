@@ -238,8 +238,8 @@ def _bound(facts: Facts, rank: Rank, early: str) -> Finding:
         title=sentence(takes, owner, f"{EACH_STEP}{often}", facts.on_rank(rank)),
         why=f"{early}{' '.join(why)}",
         remedies=(
+            *((do.LAZY_PENALTY,) if ledger.double_backward_ns >= POLICY.verdict * ledger.step_ns else ()),
             *((do.FORWARD_ONCE,) if often else ()),
-            *((do.LAZY_PENALTY,) if is_double else ()),
             *(_faster(heaviest, achieved, at, rank, ledger) if heaviest is not None else ()),
             _look_further(facts.run),
         ),

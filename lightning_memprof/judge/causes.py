@@ -39,7 +39,9 @@ def holder_cause(holder: HolderRow) -> Cause:
     count = f"{holder.added:,} " if holder.added else ""
     line = f" ({holder.line})" if holder.line else ""
     size = format_bytes(holder.added_bytes or 0)
-    why = f"since step {holder.since_step}, {place} gained {count}{holder.content} ({size})"
+    # "46 bytes" is a size.
+    content = "bytes objects" if holder.content == "bytes" else holder.content
+    why = f"since step {holder.since_step}, {place} gained {count}{content} ({size})"
     detached = (
         "; store .detach() or .item() where the tensor is not needed" if "Tensor" in (holder.content or "") else ""
     )

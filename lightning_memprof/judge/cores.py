@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from lightning_memprof.account.steps.system import systems
+from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.read.run.model import Rank
@@ -69,6 +70,15 @@ def core_load(facts: Facts, rank: Rank) -> CoreLoad | None:
         own=own,
         others=max(machine.mean * all_cores / 100 - own, 0.0),
     )
+
+
+def busiest_thread(rank: Rank) -> ProcessRow | None:
+    """Return the other Python thread that ran longest; None where none did, or was watched for long enough."""
+    rows = [row for row in rank.read(ProcessRow).rows if row.kind == "thread" and row.elapsed_ns]
+    elapsed = rows[-1].elapsed_ns or 0 if rows else 0
+    if elapsed < POLICY.thread_ns:
+        return None
+    return max((row for row in rows if row.elapsed_ns == elapsed), key=lambda row: row.cpu_ns or 0)
 
 
 def free_cores(facts: Facts, rank: Rank) -> float | None:

@@ -150,6 +150,9 @@ SAVE_ASYNC: Final = Remedy(
     text="Save in the background: Trainer(plugins=[AsyncCheckpointIO()]) from lightning.pytorch.plugins.io.",
     in_torch="Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",
 )
+NO_HYPERPARAMETERS: Final = Remedy(
+    text="Leave large arguments out of the hyper-parameters: self.save_hyperparameters(ignore=[{names}])."
+)
 NO_BUFFERS: Final = Remedy(
     text="Leave fixed tensors out of checkpoints: self.register_buffer(name, tensor, persistent=False)."
 )
@@ -177,6 +180,12 @@ FREEZE_OBJECTS: Final = Remedy(
 )
 COMPARE_STEPS: Final = Remedy(
     text="Compare the batches of these steps with the others: longer samples, shapes that recompile."
+)
+RARER_WORK: Final = Remedy(
+    text=(
+        "Do the extra work of the {part} in these steps less often. To see it, record one: "
+        "MemProfilerCallback(schedule=Schedule(steps=({step},), active=1))."
+    )
 )
 CATCH_STEP: Final = Remedy(
     text="Let the next slow step open a window: MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()])).",
@@ -408,6 +417,9 @@ MAP_FILE: Final = Remedy(
 )
 IN_PARTS: Final = Remedy(
     text="Split the work of {owner} into parts, or accumulate it in each batch: it needs {size} beyond the steps."
+)
+START_SMALLER: Final = Remedy(
+    text="Load and compute in parts before the steps: torch.load(mmap=True), setup(), configure_optimizers()."
 )
 RECORD_FROM_START: Final = Remedy(
     text="Record the memory from the start: lightning_memprof.start_memory_history() before the Trainer.",

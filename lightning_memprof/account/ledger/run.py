@@ -10,7 +10,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.host import corrected
-from lightning_memprof.account.ledger.model import Stall, TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.model import Stall, TimeLedger, TimeLine, scaled, total
 from lightning_memprof.account.memory.activations import paths_around
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import MODULES, action_name, is_profiler, meeting, part_of, rank_events
@@ -227,14 +227,14 @@ def _of_passes(
 def _communication(lines: Sequence[TimeLine], recorded: TimeLedger | None) -> tuple[TimeLine, ...]:
     """Return the waits for other ranks in every step, or the recorded ones, whichever are more, and the transfers.
 
-    They are no longer than the lines that hold them.
+    They are no longer than the lines that hold them. Without the traces of other ranks, a recorded collective has its
+    wait in it.
     """
+    met = recorded.communication if recorded else ()
     waits = [line for line in lines if line.part == Part.RANK_WAIT]
-    seen = [line for line in (recorded.communication if recorded else ()) if line.part == Part.RANK_WAIT]
-    found = [
-        *(max(waits, seen, key=total)),
-        *(line for line in (recorded.communication if recorded else ()) if line.part == Part.COLLECTIVE),
-    ]
+    seen = [line for line in met if line.part == Part.RANK_WAIT]
+    sent = tuple(line for line in met if line.part == Part.COLLECTIVE)
+    found = [*max(waits, seen, key=total), *(sent if seen else scaled(sent, total(sent) - total(waits)))]
     most = total(line for line in lines if line.part in _MEETING)
     return tuple(_divided(most, found, TimeLine(part=Part.UNTRACKED, ns=0))[:-1])
 

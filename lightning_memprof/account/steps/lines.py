@@ -22,6 +22,8 @@ MOSTLY: Final = 0.5
 # Fewer looks show no usual place.
 MIN_LOOKS: Final = 6
 BACKWARD: Final = ("backward", "manual_backward")
+# What runs the closure of an optimizer step.
+ENGINE: Final = "_engine_run_backward"
 # Functions that the Trainer and data loaders call by their names.
 NAMED: Final = re.compile(
     r"(?:^|\.)(?:on_\w+|\w+_step|configure_\w+|optimizer_\w+|lr_\w+|transfer_\w+|\w*loader\w*|"
@@ -90,9 +92,23 @@ def is_backward(row: LineRow) -> bool:
 
 
 def action_spot(rank: Rank, action: str) -> Spot | None:
-    """Return where an action has most of its time, ``Histograms.on_train_batch_end``, in recorded windows."""
+    """Return where an action has most of its time in recorded windows.
+
+    ``Histograms.on_train_batch_end``, or a hook that a module calls: ``watch (net.py:7)``.
+    """
+    hook, is_registered, _ = action.partition(" (")
+    if is_registered:
+        within = [(row, row.functions.index(hook)) for row in rank.in_windows(LineRow) if hook in row.functions]
+        return main_spot([replace(row, functions=row.functions[at:]) for row, at in within])
     found = lines(rank, action.rpartition(".")[2])
     return main_spot([row for row in found if row.functions[0] == action] or found)
+
+
+def optimizer_spot(rank: Rank, optimizer: str) -> Spot | None:
+    """Return where an optimizer of the program, or a module's ``optimizer_step``, has most of its time."""
+    found = [*lines(rank, "optimizer_step"), *lines(rank, "step")]
+    owners = ("optimizer_step", f"{optimizer}.step")
+    return main_spot([row for row in found if row.functions[0].endswith(owners) and row.inside != ENGINE])
 
 
 def collate_spot(rank: Rank) -> Spot | None:

@@ -17,6 +17,7 @@ import psutil
 
 from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.artifacts.series import (
+    BEFORE_STEPS,
     ActionMemoryRow,
     HostRow,
     LoaderQueueRow,
@@ -117,6 +118,7 @@ class HostMemory(Collector):
         run.validation_batch = run.guarded(log.validation_batch, collector=self.name)
         run.rare_action = run.guarded(log.rare_action, collector=self.name)
         try:
+            log.begin()
             yield log.on_step
         finally:
             run.validation_batch = run.rare_action = None
@@ -292,6 +294,12 @@ class ProcessLog:
     def is_unreadable(self) -> bool:
         """Whether there were workers, on a system without their sizes, as all but Linux."""
         return bool(self._taken) and not _SIZES.exists()
+
+    def begin(self) -> None:
+        """Write the peak RSS of what ran before, if it is freed by now."""
+        resident = self._resident.read()
+        if self._peak - resident >= _RISE:
+            self._write(ProcessRow(kind="peak", action=BEFORE_STEPS, rss_bytes=[resident, self._peak]), None, None)
 
     def validation_batch(self) -> None:
         """Read memory at a batch of a validation inside fit; of many batches at every second, fourth, ... one."""

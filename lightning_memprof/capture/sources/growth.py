@@ -19,6 +19,7 @@ from lightning_memprof.capture.census import (
     MOST_NODES,
     Census,
     Group,
+    containers,
     full_name,
     grouped,
     large_objects,
@@ -32,7 +33,6 @@ from lightning_memprof.capture.sources.holders import (
     bound_of,
     entries_of,
     is_container,
-    is_container_type,
     is_known,
     length_of,
     type_name,
@@ -301,7 +301,7 @@ class _Comparison:
         known = self._before.lengths
         grown = [
             (value, more)
-            for value in tracked_objects(is_container_type)
+            for value in containers()
             if (more := length_of(value) - known.get(id(value), LEAST_ENTRIES - 1)) > 1
         ]
         # The last is the first: the time may end.

@@ -15,16 +15,18 @@ from lightning_memprof.account.ranks.arrivals import WindowWaits
 from lightning_memprof.account.ranks.lateness import larger_batches, late_rank
 from lightning_memprof.account.ranks.report import Straggler
 from lightning_memprof.account.steps.events import FORWARD
-from lightning_memprof.account.steps.lines import Spot, lines, main_spot
+from lightning_memprof.account.steps.lines import Spot, action_spot, lines, main_spot, optimizer_spot
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.fact import ByteFact
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, Severity, ordered, severity_of, titled
+from lightning_memprof.judge.operators import spot_remedies
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rule import Detail, Found, Rule
 from lightning_memprof.judge.traces import CAUSES, idle_ns, seen_in
+from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_ns, percent, quoted
 
 SHOWN: Final = 3
@@ -46,10 +48,11 @@ def straggler(facts: Facts) -> Finding | None:
         return _in_traces(facts.steady_traces)
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
     rank = next((rank for rank in facts.run.ranks if rank.rank == found.rank and rank.in_full), None)
-    called = lines(rank, FORWARD.get(rank.facts.stage, "")) if rank is not None and rank.facts.is_cpu else []
-    spot = main_spot(called) if found.cause == Part.COMPUTE else None
+    spot = _spot(rank, found) if rank is not None else None
     by_chance = found.cause not in NOT_SHARED and _may_wait_itself(facts, found)
-    line = f" {spot.text} has {percent(spot.share)} of its forward{spot.at}." if spot is not None else ""
+    late = Part.FORWARD if found.cause == Part.COMPUTE else found.cause
+    whole = found.callback if late == Part.CALLBACK else f"its {late.label if late is not None else ''}"
+    line = f" {spot.text} has {percent(spot.share)} of {whole}{spot.at}." if spot is not None else ""
     share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
     others = [ledger for number, ledger in facts.ledgers.items() if number != found.rank]
     return Finding(
@@ -68,6 +71,16 @@ def straggler(facts: Facts) -> Finding | None:
     )
 
 
+def _spot(rank: Rank, found: Straggler) -> Spot | None:
+    """Return where the program spends the time of a late forward, optimizer or callback."""
+    if found.cause == Part.CALLBACK and found.callback:
+        return action_spot(rank, found.callback)
+    if found.cause == Part.OPTIMIZER and rank.training is not None and rank.training.optimizers:
+        return optimizer_spot(rank, rank.training.optimizers[0].name or "")
+    is_forward = found.cause == Part.COMPUTE and rank.facts.is_cpu
+    return main_spot(lines(rank, FORWARD.get(rank.facts.stage, ""))) if is_forward else None
+
+
 def _waits(others: Sequence[TimeLedger], caused_ns: float) -> Recovery | None:
     """Return the shortest and the longest wait of the other ranks, each at most the time that the late one causes."""
     waits = [(min(ledger.communicates("rank_wait"), caused_ns), ledger.step_ns) for ledger in others]
@@ -81,9 +94,10 @@ def _remedies(facts: Facts, found: Straggler, spot: Spot | None) -> tuple[Remedy
     place = {"rank": found.rank, "host": f" on {found.host}" if found.host and several else ""}
     if found.cause == Part.COMPUTE and (sizes := larger_batches(facts.run.ranks, found.rank)) is not None:
         return (do.EQUAL_BATCHES.filled(**place, own=f"{sizes[0]:,}", others=f"{sizes[1]:,}"),)
+    fit = spot_remedies(spot) if spot is not None else ()
     if found.cause == Part.CALLBACK:
         owner = found.callback or "its callbacks"
-        return (do.SHARE_CALLBACK.filled(**place, owner=owner, object=owner.rpartition(".")[0]),)
+        return (*fit, do.SHARE_CALLBACK.filled(**place, owner=owner, object=owner.rpartition(".")[0]))
     if found.cause == Part.DATA_WAIT:
         ledger = facts.ledgers.get(found.rank)
         loads = [line for line in ledger.of("data_wait") if "." in line.name] if ledger else []
@@ -98,7 +112,7 @@ def _remedies(facts: Facts, found: Straggler, spot: Spot | None) -> tuple[Remedy
         what = "the updated parameters"
     else:
         what = "the timelines"
-    return (do.COMPARE_RANK.filled(**place, what=what),)
+    return (*fit, do.COMPARE_RANK.filled(**place, what=what))
 
 
 def _may_wait_itself(facts: Facts, found: Straggler) -> bool:

@@ -9,6 +9,7 @@ from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, scaled, total
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.steps.lines import Spot, optimizer_spot
 from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge import remedies as do
@@ -16,7 +17,7 @@ from lightning_memprof.judge.cores import core_load, is_oversubscribed, ranks_on
 from lightning_memprof.judge.fact import PASSES, Fact
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Severity
-from lightning_memprof.judge.operators import DECOMPOSES
+from lightning_memprof.judge.operators import DECOMPOSES, fitting
 from lightning_memprof.judge.optimizers import FOREACH, FUSED, OF_TORCH
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
@@ -186,23 +187,42 @@ def slowest_optimizer(facts: Facts, fact: Fact) -> Detail | None:
     if chosen is None:
         return None
     lines = _own(ledger, chosen, rank)
+    spot = optimizer_spot(rank, chosen.name or "")
+    if spot is not None and (waiting := _waiting(spot, lines)) is not None:
+        return waiting
     if not loops and total(lines) < POLICY.bound * ledger.step_ns:
         return None
     name, part = chosen.name or "the optimizer", _saved_by_lists(chosen, rank, recorded)
     how = f"in {chosen.groups:,} parameter groups" if _has_needless_groups(chosen) else "one by one"
     fields = {"optimizer": name, "settings": chosen.settings, "groups": chosen.groups}
-    remedies = _faster_optimizer(chosen, rank) if loops else _rarer(chosen, recorded)
+    remedies = _faster_optimizer(chosen, rank) if loops else _rarer(chosen, recorded, spot)
+    why = (
+        f"{name} updates {_tensors(chosen)} in {format_count(chosen.groups or 1, 'group')} on {_device(chosen)}"
+        f"{f' with foreach={chosen.foreach}, fused={chosen.fused}' if name in OF_TORCH else ''}"
+    )
     return Detail(
         lines=lines,
         says=f"{{optimizer}} updates {_tensors(chosen)} {how}: {{share}}{{rank}}." if loops else "",
         fields=fields,
-        why=(
-            f"{name} updates {_tensors(chosen)} in {format_count(chosen.groups or 1, 'group')} on {_device(chosen)}"
-            f"{f' with foreach={chosen.foreach}, fused={chosen.fused}' if name in OF_TORCH else ''}."
-        ),
+        why=f"{why}{spot.share_text('the optimizer') if spot else ''}.",
         remedies=tuple(remedy.filled(**fields) for remedy in remedies),
         saves=(part * FASTER[0], part * FASTER[1]) if loops else LESS_OFTEN,
         numbers={"optimizers": [each.fields for each in loops or optimizers]},
+    )
+
+
+def _waiting(spot: Spot, lines: tuple[TimeLine, ...]) -> Detail | None:
+    """Return the wait that is most of an optimizer; inside operators the training thread waits for other threads."""
+    ns = min(spot.share * total(lines), total(line for line in lines if not line.operator))
+    if not spot.waits or ns < POLICY.most * total(lines):
+        return None
+    return Detail(
+        lines=scaled(lines, ns),
+        says="{place} waits {share}{rank}.",
+        fields={"place": spot.text},
+        why=f"The training thread sleeps there{spot.at}.",
+        remedies=(do.WAIT_OUTSIDE.filled(owner=spot.function),),
+        saves=(0.5, 1.0),
     )
 
 
@@ -251,11 +271,11 @@ def _has_needless_groups(optimizer: OptimizerFacts) -> bool:
     return (optimizer.groups or 0) - (optimizer.settings or 0) >= POLICY.few_tensors
 
 
-def _rarer(optimizer: OptimizerFacts, recorded: TimeLedger | None) -> tuple[Remedy, ...]:
+def _rarer(optimizer: OptimizerFacts, recorded: TimeLedger | None, spot: Spot | None) -> tuple[Remedy, ...]:
     """Return how an optimizer without a faster form does less."""
     lines = _named(recorded.of("optimizer"), optimizer) if recorded else ()
     decomposed = total(line for line in lines if DECOMPOSES.matches(line.operator))
-    return (*((do.DECOMPOSE_LESS,) if decomposed > total(lines) / 2 else ()), do.ACCUMULATE)
+    return (*((do.DECOMPOSE_LESS,) if decomposed > total(lines) / 2 else ()), do.ACCUMULATE, *fitting("", spot))
 
 
 def _faster_optimizer(optimizer: OptimizerFacts, rank: Rank) -> tuple[Remedy, ...]:

@@ -13,9 +13,10 @@ from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.account.steps.workers import Call
 from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.judge import remedies as do
-from lightning_memprof.judge.actions import buffers_in_checkpoint, work_of_action, work_of_transfer
+from lightning_memprof.judge.actions import contents_of_checkpoint, work_of_action, work_of_transfer
 from lightning_memprof.judge.cores import (
     CoreLoad,
+    busiest_thread,
     core_load,
     free_cores,
     is_oversubscribed,
@@ -96,7 +97,7 @@ def _core_users(facts: Facts, rank: Rank, load: CoreLoad, slow: Call | None) -> 
     is_loading = load.workers >= load.process - 1
     # Many workers that compute share the cores among themselves, whatever else runs.
     are_many = is_loading and count >= POLICY.many_per_core * each
-    if load.others >= load.workers * ranks and not are_many:
+    if load.others >= max(load.workers * ranks, POLICY.verdict * load.all_cores) and not are_many:
         left = int(free_cores(facts, rank) or 1)
         fewer = (do.THREADS.filled(threads=left),) if (torch_threads(rank) or 0) > left else ()
         return "Other processes take the cores", fewer, True
@@ -107,7 +108,17 @@ def _core_users(facts: Facts, rank: Rank, load: CoreLoad, slow: Call | None) -> 
         return "Workers in {function} take the cores", choices, False
     if is_loading and count >= each > 1:
         return f"{count} DataLoader workers take the cores", (fewer_workers,), False
-    return "The training's own processes share the cores", (do.THREADS.filled(threads=max(each - count, 1)),), False
+    owner, remedies = _own_threads(rank)
+    return owner, (*remedies, do.THREADS.filled(threads=max(each - count, 1))), False
+
+
+def _own_threads(rank: Rank) -> tuple[str, tuple[Remedy, ...]]:
+    """Return the start of a title for cores that the training itself uses, with its busiest thread if that is known."""
+    thread = busiest_thread(rank)
+    if thread is None or (thread.cpu_ns or 0) < POLICY.verdict * (thread.elapsed_ns or 1):
+        return "The training's own processes share the cores", ()
+    name = (thread.thread or "").partition(" (")[0]
+    return f"Threads of {name} take the cores", (do.THREAD_LESS.filled(owner=thread.thread),)
 
 
 def stalls(facts: Facts, fact: Fact) -> Detail | None:
@@ -128,6 +139,8 @@ def stalls(facts: Facts, fact: Fact) -> Detail | None:
     if min(stall.duration_ns for stall in ledger.stalls) < POLICY.apart * usual[round(0.9 * (len(usual) - 1))]:
         return None
     is_regular = few.period is not None and len(few.steps) >= POLICY.rhythm
+    # Batches do not change the work of the optimizer.
+    rarer = do.RARER_WORK.filled(part=longest.owner.label, step=few.steps[0])
     return Detail(
         fields={
             "few": f"{few.subject} {few.verb}",
@@ -139,7 +152,7 @@ def stalls(facts: Facts, fact: Fact) -> Detail | None:
             f"{format_ns(ledger.median_ns)}; the excess without waits for a core is {fact.share_text}"
         ),
         why="" if is_regular else "They have no period: a busy machine may be the cause.",
-        remedies=(do.COMPARE_STEPS, do.CATCH_STEP),
+        remedies=(rarer if longest.owner == Part.OPTIMIZER else do.COMPARE_STEPS, do.CATCH_STEP),
         is_note=not is_regular,
         evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
         numbers={
@@ -280,7 +293,7 @@ ROWS: Final = (
         says="Saving checkpoints takes {share}{rank}.",
         remedies=(do.SAVE_LESS_OFTEN, do.SAVE_LESS, do.SAVE_ASYNC),
         saves=(0.5, 1.0),
-        detail=buffers_in_checkpoint,
+        detail=contents_of_checkpoint,
     ),
     Rule(
         id="logging_bound",

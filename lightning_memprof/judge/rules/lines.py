@@ -265,7 +265,9 @@ def _python(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
         # In a forward of few operators, a recording explains the remaining time only by a line of the program.
         if called < (1 if spot is not None and spot.place is not None else POLICY.loop):
             continue
-        says, does = "Python code in {owner} takes {share}{rank}.", "Python outside operators takes"
+        waits = spot is not None and spot.waits
+        says = "{owner} waits {share}{rank}." if waits else "Python code in {owner} takes {share}{rank}."
+        does = "Python outside operators takes"
         fit = (spot_remedies(spot) or (do.WORK_LESS.filled(owner=spot.function),)) if spot else ()
         remedies = (*fit, do.SELF_LOG_LESS_OFTEN, do.WHOLE_TENSORS)
         if reads:

@@ -12,7 +12,7 @@ from lightning_memprof.account.oom.autopsy import autopsies
 from lightning_memprof.account.oom.causes import CAUSES
 from lightning_memprof.account.steps.events import VALIDATION
 from lightning_memprof.artifacts.naming import holders_name, processes_name
-from lightning_memprof.artifacts.series import HolderRow, ProcessRow
+from lightning_memprof.artifacts.series import BEFORE_STEPS, HolderRow, ProcessRow
 from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.causes import dataset_name, file_of, growth_text, holder_cause, rank_memory
 from lightning_memprof.judge.fact import ByteFact, bytes_of
@@ -107,15 +107,16 @@ def growing_workers(facts: Facts) -> Iterator[Found]:
     yield fact, detail
 
 
-# The Trainer's own actions outside the steps, for people, and how to make them smaller.
+# What the Trainer does outside the steps, and what ran before, for people, and how to make them smaller.
 OWN_ACTIONS: Final = {
     VALIDATION: ("a validation", do.SMALLER_INPUT),
     "save_checkpoint": ("saving a checkpoint", do.SAVE_LESS),
+    BEFORE_STEPS: ("code before the first step", do.START_SMALLER),
 }
 
 
 def outside_detail(facts: Facts, fact: ByteFact) -> Detail:
-    """Return how to make a validation or a checkpoint smaller, which need some memory by design, and the rest."""
+    """Return how to make a validation, a checkpoint or the start smaller, which need memory by design, and the rest."""
     owner, *remedies = OWN_ACTIONS.get(fact.owner, (fact.owner, do.IN_PARTS.filled(owner=fact.owner, size=fact.size)))
     rest = format_bytes(fact.whole - fact.bytes)
     return Detail(
@@ -283,7 +284,7 @@ ROWS: Final = (
     ),
     Rule(
         id="peak_elsewhere",
-        about="The peak is reached in a hook, a validation or a checkpoint.",
+        about="The peak is reached in a hook, a validation, a checkpoint, or before the first step.",
         trade_off="More time, if the work is split into parts.",
         of=("outside_steps",),
         says="The peak RSS is reached in {owner}{rank}, {size} above the training steps.",

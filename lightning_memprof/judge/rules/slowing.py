@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from lightning_memprof.account.ledger.growth import Growth, steady_slowing
+from lightning_memprof.account.ledger.holders import ENDING, who_holds
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.statistics import core_waits
+from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.causes import holder_cause
 from lightning_memprof.judge.fact import Fact
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
@@ -36,32 +39,44 @@ def slower_steps(facts: Facts) -> Iterator[Found]:
     found = [worst for rank in facts.run.ranks if rank.rank in facts.ledgers and (worst := _of_rank(rank)) is not None]
     if not found:
         return
-    rank, grown, steps, added_ns = max(found, key=lambda each: each[2].added)
+    rank, phases, steps = max(found, key=lambda each: each[2].added)
+    grown = max(phases, key=lambda each: phases[each])
     ledger, parts = facts.ledgers[rank.rank], PHASES[grown]
     hook, name = _main(ledger, *(part for part in HOOKS if part in parts)), _main(ledger, *parts)
-    kept = do.DETACH_STATE if grown == Part.BACKWARD else do.FIND_KEPT.filled(owner=name or grown.label)
+    holders = (row for row in who_holds(rank.read(HolderRow).rows) if row.place and row.kind not in ENDING)
+    held = holder_cause(holder) if not (hook or name) and (holder := next(holders, None)) is not None else None
+    # A longer graph of earlier steps has no longer forward.
+    is_graph = grown == Part.BACKWARD and phases.get(Part.FORWARD, 0) < POLICY.verdict * steps.added
+    kept = do.DETACH_STATE if is_graph else do.FIND_KEPT.filled(owner=name or grown.label)
+    share = percent(min(phases[grown] / steps.added, 1.0))
     ends = do.RECORD_STEP.filled(steps=f"{steps.first}, {steps.first + steps.steps}")
     detail = Detail(
         fields={
-            "name": f"hook {hook}" if hook else name,
+            "name": f"hook {hook}" if hook else name or (f"{held.owner} grows" if held else ""),
             "start": format_ns(steps.start),
             "end": format_ns(steps.start + steps.added),
             "phase": grown.label,
         },
         measured=f"Over {steps.steps} steps, each step takes {format_ns(steps.per_step)} longer than the last",
-        why=(f"{percent(min(added_ns / steps.added, 1.0))} of the added {format_ns(steps.added)} is in {grown.label}."),
-        remedies=(*((do.REMOVE_HOOK.filled(owner=hook),) if hook else ()), kept, ends),
+        why=f"{share} of the added {format_ns(steps.added)} is in {grown.label}{f'; {held.why}' if held else ''}.",
+        remedies=(
+            *((do.REMOVE_HOOK.filled(owner=hook),) if hook else ()),
+            *((held.remedy,) if held else ()),
+            kept,
+            ends,
+        ),
         numbers={
             "phase": grown.phase,
             "per_step_ns": round(steps.per_step),
             "start_ns": steps.start,
             "added_ns": steps.added,
-            "phase_added_ns": added_ns,
+            "phase_added_ns": phases[grown],
             "steps": steps.steps,
         },
     )
     excess = min(steps.added / 2, ledger.step_ns - ledger.ns(Part.CORE_WAIT))
-    yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=grown, name=hook or name, ns=excess),)), detail
+    owner = hook or name or (held.owner if held else "")
+    yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=grown, name=owner, ns=excess),)), detail
 
 
 def _main(ledger: TimeLedger, *parts: Part) -> str:
@@ -72,15 +87,14 @@ def _main(ledger: TimeLedger, *parts: Part) -> str:
     return next((name for name, ns in spent.items() if ns > POLICY.most * ledger.ns(*parts)), "")
 
 
-def _of_rank(rank: Rank) -> tuple[Rank, Part, Growth, int] | None:
-    """Return the phase with most of a rank's rise, the rise of the steps, and of the phase; None without one."""
+def _of_rank(rank: Rank) -> tuple[Rank, dict[Part, int], Growth] | None:
+    """Return the rises of a rank's phases, and of its steps; None without one."""
     steps = steady_slowing(rank.pulse, "duration_ns", core_waits(rank))
     if steps is None:
         return None
     found = ((part, steady_slowing(rank.pulse, f"{part.phase}_ns")) for part in PHASES)
     phases = {part: slowing.added for part, slowing in found if slowing is not None}
-    grown = max(phases, key=lambda each: phases[each], default=None)
-    return (rank, grown, steps, phases[grown]) if grown is not None else None
+    return (rank, phases, steps) if phases else None
 
 
 ROWS: Final = (

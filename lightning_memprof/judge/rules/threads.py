@@ -7,11 +7,10 @@ from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
-from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.judge import remedies as do
+from lightning_memprof.judge.cores import busiest_thread
 from lightning_memprof.judge.fact import Fact
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rule import Detail, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_ns, percent
@@ -30,15 +29,11 @@ def busy_threads(facts: Facts) -> Iterator[Found]:
 
 
 def _busiest(facts: Facts, rank: Rank) -> tuple[Fact, Detail] | None:
-    ledger = facts.ledgers.get(rank.rank)
-    rows = [row for row in rank.read(ProcessRow).rows if row.kind == "thread" and row.elapsed_ns]
+    ledger, row = facts.ledgers.get(rank.rank), busiest_thread(rank)
     # With an accelerator the training thread sleeps for that, too.
-    if ledger is None or not rows or not rank.facts.is_cpu:
+    if ledger is None or row is None or not rank.facts.is_cpu:
         return None
-    elapsed = rows[-1].elapsed_ns or 1
-    if elapsed < POLICY.thread_ns:
-        return None
-    row = max((row for row in rows if row.elapsed_ns == elapsed), key=lambda row: row.cpu_ns or 0)
+    elapsed = row.elapsed_ns or 1
     busy, asleep = (row.cpu_ns or 0) / elapsed, (row.asleep_ns or 0) / elapsed
     workers = any(loader.num_workers for loader in rank.training.dataloaders) if rank.training else False
     asleep -= ledger.share(Part.RANK_WAIT, Part.DATA_WAIT) if workers else ledger.share(Part.RANK_WAIT)

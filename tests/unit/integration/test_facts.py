@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memprof import MemProfilerCallback, OutputOptions
 from lightning_memprof.integration.facts import (
+    _large_hyperparameters,
     _loader_facts,
     _not_optimized,
     _optimizer_facts,
@@ -113,6 +114,26 @@ def test_the_training_row_has_dtypes_the_largest_parameters_and_anomaly_detectio
     }  # fmt: skip
     assert facts.found["detect_anomaly"] is True
     assert facts.found["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("value", "is_large"),
+    [
+        pytest.param({f"item {number}": [number] for number in range(5000)}, True, id="many objects"),
+        pytest.param({f"item {number}": [number] for number in range(500)}, False, id="some"),
+        pytest.param([torch.zeros(512, 512)], True, id="a tensor"),
+        pytest.param([np.zeros(8)], False, id="a small array"),
+        pytest.param("a" * (1 << 20), True, id="a text"),
+    ],
+)
+def test_hyperparameters_with_much_more_than_settings_are_listed(value: Any, is_large: bool) -> None:
+    class Saving(LightningModule):
+        def __init__(self, catalogue: Any, lr: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert _large_hyperparameters(Saving(value, 0.1)) == ["catalogue"] * is_large
+    assert _large_hyperparameters(LightningModule()) == _large_hyperparameters(None) == []
 
 
 class Probe(torch.nn.Module):

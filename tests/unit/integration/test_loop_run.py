@@ -157,7 +157,7 @@ def test_several_models_in_a_dictionary_have_their_forwards(tmp_path: Path) -> N
 
 
 def test_a_compiled_model_has_its_forward_and_its_own_name(tmp_path: Path) -> None:
-    model = torch.compile(seeded(), backend="eager")
+    model: Any = torch.compile(seeded(), backend="eager")
     optimizer = SGD(model.parameters(), lr=0.01)
     with record(model, dirpath=tmp_path, collectors=[Pulse()], output=QUIET) as recording:
         for batch in recording.steps(batches()):

@@ -7,6 +7,7 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from findings import STEPS, ids, write_rows
+from lightning_memprof.account.steps.lines import action_spot
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.load import load_run
@@ -71,3 +72,16 @@ def test_loading_in_the_training_process_is_named_with_its_line(
     found = findings_of(directory)["input_bound"]
     assert (f"{named} has 100% of this time: `np.load(self.path)`." in found.why) == bool(named)
     assert any("(read.py:3) faster" in step for step in found.next_steps) == bool(named)
+
+
+def test_a_hook_that_a_module_calls_has_its_line(tmp_path: Path) -> None:
+    functions = ["Net.training_step", "()", "Net.publish"]
+    rows = [
+        {"functions": functions, "place": "net.py:9", "source": "sleep(1)", "looks": 40, "ns": 9 * MS},
+        {"functions": functions[:1], "place": "net.py:3", "looks": 40, "ns": 90 * MS},
+    ]
+    directory = make_run(tmp_path, FakeRun(trace=False, memory=None))
+    add_series(directory, "lines", [{**row, "asleep_ns": row["ns"]} for row in rows])
+    spot = action_spot(load_run(directory).lead, "Net.publish (net.py:7)")
+    assert spot is not None
+    assert (spot.place, spot.share, spot.waits) == ("net.py:9", 1.0, True)

@@ -292,6 +292,16 @@ def test_gradients_of_gradients_are_not_called_a_fault_and_not_to_be_compiled(tm
     }
 
 
+@pytest.mark.parametrize(("ms", "is_offered"), [(20, True), (9, False)])
+def test_gradients_of_gradients_of_a_tenth_of_a_step_may_be_a_penalty(
+    tmp_path: Path, ms: int, is_offered: bool
+) -> None:
+    lines = own(Part.FORWARD, 30, "net", "aten::mm"), own(Part.BACKWARD, 60, "net", "aten::mm")
+    finding = of_lines(tmp_path, *lines, double_backward_ns=ms * 1e6)
+    assert (finding.remedies[0].id == "lazy_penalty") == is_offered
+    assert finding.title.startswith("Compute-bound: net takes 90%")
+
+
 def test_few_batches_of_a_validation_are_not_told_to_train(tmp_path: Path) -> None:
     said = verdict_of(load_run(make_run(tmp_path, FakeRun(stage="validate", steps=2, windows=()))))
     assert said.next.startswith("Run at least 20 steps")

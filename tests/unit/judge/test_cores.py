@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
-from findings import loader, optimizer, phases, recovery
+from findings import ids, loader, optimizer, phases, recovery, write_rows
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.read.run.load import load_run
@@ -171,3 +171,20 @@ def test_the_wait_for_cores_that_its_own_threads_take_is_theirs(tmp_path: Path) 
     assert "core_wait" not in rules
     finding = rules["thread_oversubscription"]
     assert recovery(finding).max > 0.6 * sum(HEALTHY.values())
+
+
+@pytest.mark.parametrize(
+    ("cpu_ms", "owner"), [(100, "Threads of embed take"), (20, "The training's own processes share")]
+)
+def test_where_no_other_program_computes_the_cores_are_shared_with_the_trainings_own_threads(
+    tmp_path: Path, cpu_ms: int, owner: str
+) -> None:
+    run = make_run(tmp_path, FakeRun(phases=phases(), core_wait_ns=lambda _: sum(HEALTHY.values()) // 2))
+    row = {"step": 2, "recorded": True, "time_ns": 1, "process_cpu_percent": 800.0, "machine_cpu_percent": 100.0}
+    with closing(Sink(RunPlace(tmp_path, 1), 0)) as sink:
+        sink.write_rows(Window(0, (1,), (2, 3)), "system", [row])
+    thread = {"kind": "thread", "thread": "embed (net.py:4)", "elapsed_ns": 750_000_000, "cpu_ns": cpu_ms * 1_000_000}
+    write_rows(run / "processes.rank00000.jsonl", thread)
+    finding = next(each for each in examine(Facts.of(load_run(run))) if each.rule == "core_wait")
+    assert finding.title.startswith(owner)
+    assert ids(finding.remedies)[:-1] == (["thread_less", "threads"] if cpu_ms == 100 else ["threads"])

@@ -254,6 +254,10 @@ def test_the_transfers_of_a_run_are_those_of_its_trace_beside_the_waits_of_every
 
     assert communicates(host) == (2_000_000, 3_000_000)
     assert communicates(host, {"backward": 6_000_000}) == (6_000_000, 3_000_000)
+    # Of a trace without those of other ranks, the collectives have the wait in them.
+    alone = msgspec.structs.replace(host, communication=(msgspec.structs.replace(transfer, ns=8_000_000),))
+    assert communicates(alone, {"backward": 6_000_000}) == (6_000_000, 2_000_000)
+    assert communicates(alone, {"backward": 9_000_000}) == (9_000_000, 0)
     long = msgspec.structs.replace(host, communication=(msgspec.structs.replace(transfer, ns=10**9),))
     assert sum(communicates(long)) < sum(HEALTHY.values())
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from fake_runs import FakeRun, make_run
+from fake_runs import FakeRun, add_series, make_run
+from findings import action, ids, write_rows
 from known import known
 from lightning_memprof.account.ledger.model import total
 from lightning_memprof.account.parts import Part
@@ -199,6 +200,28 @@ def test_the_next_step_names_the_data_set_that_a_late_rank_waits_for(tmp_path: P
     )
     found = known(straggler(Facts.of(load_run(run))))
     assert found.next_steps[0].startswith("Check the data of rank 1, mostly Magnetograms: ")
+
+
+@pytest.mark.parametrize(
+    ("phase", "hook", "remedy"),
+    [("callbacks", "Report.on_train_batch_start", "share_callback"), ("optimizer", "Paced.step", "compare_rank")],
+)
+def test_what_waits_on_the_late_rank_has_the_remedy_of_its_line(
+    tmp_path: Path, phase: str, hook: str, remedy: str
+) -> None:
+    def phases(rank: int, _step: int) -> dict[str, int]:
+        longer = "backward" if rank else phase
+        return {name: (ms + 30 * (name == longer)) * MS for name, ms in USUAL.items()}
+
+    training = {"optimizers": [{"name": "Paced", "parameters": 10}]}
+    waits = lambda _: MS  # noqa: E731 as short as in the other tests
+    run = make_run(tmp_path, FakeRun(world_size=2, phases=phases, training=training, core_wait_ns=waits))
+    write_rows(run / "actions.rank00000.jsonl", action("[Callback]Report.on_train_batch_start", 30 * MS, "callbacks"))
+    publish = {"functions": [hook, "Report.publish"], "place": "a.py:6", "source": "sleep(1)"}
+    add_series(run, "lines", [{**publish, "looks": 40, "ns": 30 * MS, "asleep_ns": 30 * MS}])
+    found = known(straggler(Facts.of(load_run(run))))
+    assert ids(found.remedies) == ["wait_outside", remedy]
+    assert "Report.publish (a.py:6) has 100% of " in found.why
 
 
 def test_a_rank_for_which_nobody_waits_is_no_straggler(tmp_path: Path) -> None:

@@ -122,6 +122,22 @@ def test_a_rise_of_the_peak_is_that_of_the_innermost_action_outside_the_steps(
     assert found == [("peak", "inner", [410 * MIB, 700 * MIB])]
 
 
+@pytest.mark.parametrize(("resident", "is_written"), [(200, True), (890, False)])
+def test_a_peak_before_the_run_is_a_row_where_its_memory_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int, is_written: bool
+) -> None:
+    monkeypatch.setattr("lightning_memprof.capture.collectors.host.peak_rss_bytes", lambda _: 900 * MIB)
+    size = ResidentSize()
+    monkeypatch.setattr(size, "read", lambda: resident * MIB)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0, size)
+    log.begin()
+    assert log.close() is is_written
+    rows = read_series(tmp_path / "processes.jsonl") if is_written else []
+    assert [(row["action"], row["rss_bytes"]) for row in rows] == [
+        ("before_steps", [200 * MIB, 900 * MIB])
+    ] * is_written
+
+
 @pytest.mark.skipif(CoreWait().read() is None, reason="the kernel does not count the times of threads")
 def test_a_thread_that_computes_in_a_short_window_is_watched_for_longer(tmp_path: Path) -> None:
     ended = threading.Event()

@@ -25,6 +25,7 @@ class Keeping(nn.Module):
         super().__init__()
         self.lists: list[list[int]] = [[] for _ in range(5)]
         self.by_name: dict[int, list[Any]] = {}
+        self.by_number: dict[int, bytes] = {}
         self.tensors: list[torch.Tensor] = []
         self.total = torch.zeros(())
         self.weight = nn.Parameter(torch.ones(3, 4))
@@ -158,3 +159,12 @@ def test_a_tensor_in_many_lists_counts_once() -> None:
     rows = growth.grown_holders(before, take_census(2, 64 * MIB), model, 60, ())
     (size,) = (row.added_bytes or 0 for row in rows if (row.place or "").startswith("Keeping.by_name"))
     assert 8 * MIB <= size < 2 * 8 * MIB
+
+
+def test_a_dict_that_the_garbage_collector_does_not_track_is_a_holder() -> None:
+    model = Keeping()
+    before = take_census(1, 0)
+    model.by_number.update({number: bytes(MIB) for number in range(40)})
+    found = growth.grown_holders(before, take_census(2, 40 * MIB), model, 60, ())
+    (row,) = (row for row in found if row.place == "Keeping.by_number[...]")
+    assert (row.kind, row.added, row.content) == ("attribute", 40, "bytes")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
-from findings import STEPS, action, found, found_with_lines, phases, recovery, write_rows
+from fake_runs import HEALTHY, FakeRun, add_series, make_run, set_epochs
+from findings import STEPS, action, found, found_in_run, found_with_lines, ids, phases, recovery, write_rows
 from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
@@ -125,6 +125,39 @@ def test_a_checkpoint_that_may_mostly_be_buffers_names_them(tmp_path: Path, buff
         assert "persistent=False" in finding.next_steps[0]
     else:
         assert "every_n_train_steps" in finding.next_steps[0]
+
+
+def test_large_hyperparameters_are_left_out_of_checkpoints(tmp_path: Path) -> None:
+    training = {"large_hyperparameters": ["catalogue", "vocabulary"]}
+    directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=10_500_000), training=training))
+    write_rows(directory / "actions.rank00000.jsonl", action("save_checkpoint", 10_000_000, "callbacks", count=3))
+    finding = found_in_run(directory)["checkpoint_bound"]
+    assert ids(finding.remedies)[0] == "no_hyperparameters"
+    assert "ignore=['catalogue', 'vocabulary']" in finding.next
+
+
+@pytest.mark.parametrize(
+    ("phase", "remedy"), [("optimizer", "rarer_work"), ("forward", "compare_steps"), ("backward", "compare_steps")]
+)
+def test_slow_steps_in_the_optimizer_are_not_those_of_their_batches(tmp_path: Path, phase: str, remedy: str) -> None:
+    def slow(_: int, step: int) -> dict[str, int]:
+        return {**HEALTHY, phase: HEALTHY[phase] + 100 * MS * (step % 5 == 0)}
+
+    finding = found(tmp_path, FakeRun(steps=60, phases=slow, trace=False, memory=None))["slow_steps"]
+    assert ids(finding.remedies)[0] == remedy
+
+
+def test_an_optimizer_that_waits_is_not_one_that_computes(tmp_path: Path) -> None:
+    training = {"optimizers": [{"name": "Paced", "parameters": 10, "device": "cpu"}]}
+    fake = FakeRun(phases=phases(optimizer=5 * MS), trace=False, memory=None, training=training)
+    wait = {"functions": ["Paced.step", "Paced.pause"], "place": "a.py:9", "source": "sleep(1)", "looks": 40}
+    closure = {"functions": ["Paced.step"], "place": "a.py:5", "inside": "_engine_run_backward", "looks": 40}
+    directory = make_run(tmp_path, fake)
+    add_series(directory, "lines", [{**wait, "ns": 5 * MS, "asleep_ns": 5 * MS}, {**closure, "ns": 40 * MS}])
+    finding = found_in_run(directory)["optimizer_bound"]
+    assert "Paced.pause (a.py:9) waits" in finding.title
+    assert ids(finding.remedies) == ["wait_outside"]
+    assert recovery(finding).max == pytest.approx(5 * MS, rel=0.01)
 
 
 def test_gc_pauses_of_any_phase_are_one_finding(tmp_path: Path) -> None:

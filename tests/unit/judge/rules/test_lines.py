@@ -73,6 +73,23 @@ def test_a_line_in_which_the_thread_sleeps_waits_and_is_not_what_computes(
         assert ids(found.remedies)[0] == "wait_outside"
 
 
+def test_python_code_that_sleeps_waits(tmp_path: Path) -> None:
+    asks = {"functions": [STEP, "Net.ask"], "place": "net.py:7", "source": "self.connection.recv(64)"}
+    facts = facts_of(tmp_path, line(asks, 60, asleep_ns=60 * MS), line(OTHER, 40))
+    ledger = facts.ledgers[0]
+    whole = ledger.ns(Part.FORWARD)
+    lines = (
+        TimeLine(part=Part.FORWARD, operator="", ns=0.7 * whole),
+        TimeLine(part=Part.FORWARD, operator="aten::mm", ns=0.3 * whole, called=1),
+    )
+    others = tuple(each for each in ledger.lines if each.part != Part.FORWARD)
+    vars(facts)["ledgers"] = {0: replace(ledger, lines=(*lines, *others))}
+    found = next(each for each in examine(facts) if each.rule == "hot_line")
+    assert "Python" in found.why
+    assert found.title.startswith("Net.ask (net.py:7) waits ")
+    assert ids(found.remedies)[0] == "wait_outside"
+
+
 @pytest.mark.parametrize("share", [0.9, 0.2])
 def test_a_line_in_whose_operators_the_thread_sleeps_is_no_wait(tmp_path: Path, share: float) -> None:
     sleeping = {"functions": [STEP], "place": "net.py:7", "source": "distances = (points - others).abs()"}

@@ -181,6 +181,10 @@ MATRIX = {"action": "[LightningModule]Net.on_validation_epoch_end", "rss_bytes":
             {**MATRIX, "action": "run_validation"}, "a validation", Severity.INFO, "smaller_input",
             id="the batches of a validation",
         ),
+        pytest.param(
+            {**MATRIX, "action": "before_steps"}, "code before the first step", Severity.INFO, "start_smaller",
+            id="what the program frees before it trains",
+        ),
         pytest.param({**MATRIX, "rss_bytes": [GIB, GIB + 50 * MIB]}, None, None, None, id="a smaller one"),
         pytest.param({**MATRIX, "rss_bytes": [GIB // 4, GIB]}, None, None, None, id="as much as in the steps"),
     ],

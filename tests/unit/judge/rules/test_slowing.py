@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run
-from findings import recovery
+from findings import HISTORY, ids, recovery, write_rows
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.judge import Facts, Finding, Severity, examine
@@ -123,3 +123,24 @@ def test_what_the_ledger_has_in_the_phase_is_named(
     assert finding is not None
     assert finding.title.endswith(words)
     assert finding.next_steps[0].startswith(step)
+
+
+@pytest.mark.parametrize(
+    ("forward", "kind", "kept"),
+    [
+        pytest.param(0, "attribute", "detach_state", id="the graph of earlier steps"),
+        pytest.param(MS, "attribute", "find_kept", id="more work in each step"),
+        pytest.param(MS, "mapped file", "find_kept", id="no variable"),
+    ],
+)
+def test_the_variable_that_grows_with_the_steps_is_named(tmp_path: Path, forward: int, kind: str, kept: str) -> None:
+    def phases(_: int, step: int) -> Phases:
+        grown = {"forward": HEALTHY["forward"] + forward * step, "backward": HEALTHY["backward"] + 2 * MS * step}
+        return {**HEALTHY, **grown}
+
+    directory = make_run(tmp_path, FakeRun(steps=60, phases=phases, trace=False, memory=None))
+    write_rows(directory / "holders.rank00000.jsonl", {**HISTORY, "kind": kind, "since_step": 9, "step": 59})
+    finding = next(each for each in examine(Facts.of(load_run(directory))) if each.rule == "slower_steps")
+    is_named = kind == "attribute"
+    assert finding.title.endswith("backward: Net.history grows." if is_named else "backward.")
+    assert ids(finding.remedies) == [*["bound_holder"] * is_named, kept, "record_step"]
