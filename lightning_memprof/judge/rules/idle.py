@@ -125,7 +125,9 @@ def _launches(trace: TraceReport, cause: IdleCause) -> bool:
     """Return whether the host launches in most of the idle time of a cause."""
     is_launching = cause.cause in LAUNCHING and not _is_unseen(trace, cause) and not _is_other_call(cause)
     is_apart = cause.mostly_in and not cause.launches
-    return is_launching and cause.long_ns < (POLICY.call_gap_ns if is_apart else POLICY.launch_gap_ns)
+    # The program's own function without launches stays in the way of however many kernels are fused.
+    longest = 0 if cause.cause == Part.IDLE_PYTHON else POLICY.call_gap_ns
+    return is_launching and cause.long_ns < (longest if is_apart else POLICY.launch_gap_ns)
 
 
 def _place(cause: IdleCause) -> str:

@@ -181,6 +181,18 @@ def test_long_gaps_of_python_between_a_few_kernels_are_not_launch_bound(tmp_path
     assert "train.py(3): main" in finding.next_steps[0]
 
 
+def test_a_function_that_runs_before_each_launch_is_not_in_the_launches(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(100):
+        with made.inside("loop.py(9): log", "python_function"):
+            made.python(120)
+        made.work(5, "aten::mm")
+        made.launch(60)
+    finding = found_in_trace(made.write(tmp_path / "log.pt.trace.json", with_stack=1))["gpu_idle"]
+    assert finding.numbers["launch_bound"] is False
+    assert finding.next_steps[0] == "Move this out of the step: loop.py(9): log."
+
+
 def test_a_place_that_contains_the_launches_cannot_be_moved(tmp_path: Path) -> None:
     def forward(made: Recording) -> None:
         with made.inside("model.py(36): forward", "python_function"):
@@ -387,7 +399,7 @@ def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() ->
     finding = found_in(trace(gpu_window=gpu_times(window_ns, window_ns // 2), idle=()))["gpu_idle"]
     assert finding.numbers["main_cause"] == Part.IDLE_UNKNOWN
     assert "while the host" not in finding.title
-    assert "ProfilerActivity.CPU" in finding.next_steps[0]
+    assert finding.remedies[0].id == "record_device"
 
 
 def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:
