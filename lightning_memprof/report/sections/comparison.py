@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.compare.comparison import Outcome
-from lightning_memprof.compare.model import GROUPS, Comparison, Difference, Measure, NamedChange, Side
+from lightning_memprof.compare.model import GROUPS, Comparison, Difference, Measure, NamedChange
 from lightning_memprof.compare.significance import CONFIDENCE
 from lightning_memprof.judge.device_bound import device_family
 from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
@@ -128,7 +128,8 @@ def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Word
         return phrase("{}{} {} ({}){}", head, _quantity(whole.name), _change(whole), times, mostly)
     differs: Words = f"{head}B differs from A"
     if step is not None and is_timed:
-        differs = phrase("{}, step time {} ({})", differs, _noise(step), times)
+        how = "unclear, too few steps" if step.has_too_few_steps else _noise(step)
+        differs = phrase("{}, step time {} ({})", differs, how, times)
     return phrase("{}: {}", differs, joined(", ", _others(comparison)[:MAX_IN_TITLE]))
 
 
@@ -139,26 +140,29 @@ def _whole(comparison: Comparison) -> Difference | None:
 
 
 def _mostly(comparison: Comparison, whole: Difference, longest: int) -> Words:
-    """Return what has at least half of a change, of a device's computation the kernels; empty without one.
+    """Return what has at least half of a change, of computation the kernels or operators; empty without one.
 
     The name has at most ``longest`` characters.
     """
     part = _grown(comparison, whole)
-    if part is None:
-        return ""
-    a, b = (_by_family(side) for side in (comparison.a, comparison.b))
+    if part is not None and part.name != "gpu_compute_ns":
+        return phrase(", mostly {} ({} -> {})", _quantity(part.name), _value(part.a), _value(part.b))
+    # On a host with a device, operators wait.
+    is_on_host = comparison.a.kind == "traces" and comparison.difference("gpu_busy_ns") is None
+    group = "kernels" if part is not None else "operators" if is_on_host else ""
+    a, b = (_by_family(side.named.get(group, {})) for side in (comparison.a, comparison.b))
     family = max({**a, **b}, key=lambda name: (b[name] - a[name]) / (whole.change or math.inf), default="")
-    if part.name == "gpu_compute_ns" and (b[family] - a[family]) / (whole.change or math.inf) >= MOSTLY:
+    if (b[family] - a[family]) / (whole.change or math.inf) >= MOSTLY:
         name = kernel_name(family)
         name = name if len(name) <= longest else f"{name[: longest - 1]}…"
         return phrase(", mostly {} ({} -> {})", name, Cell(a[family], "ns"), Cell(b[family], "ns"))
-    return phrase(", mostly {} ({} -> {})", _quantity(part.name), _value(part.a), _value(part.b))
+    return phrase(", mostly {} ({} -> {})", _quantity(part.name), _value(part.a), _value(part.b)) if part else ""
 
 
-def _by_family(side: Side) -> Counter[str]:
-    """Return the device time in ns by the usual name of the work of kernels."""
+def _by_family(times: Mapping[str, float]) -> Counter[str]:
+    """Return ns by the usual name of the work of kernels or operators."""
     found: Counter[str] = Counter()
-    for name, ns in side.named.get("kernels", {}).items():
+    for name, ns in times.items():
         found[device_family(name)] += round(ns)
     return found
 

@@ -394,6 +394,13 @@ def test_the_profiler_is_a_note_of_at_most_the_time_in_which_the_device_waits_fo
     assert "with_stack=False" in finding.next_steps[0]
 
 
+def test_idle_time_that_another_rule_is_about_is_in_the_evidence() -> None:
+    causes = (idle(Part.IDLE_LAUNCH, 300 * MS), idle(Part.IDLE_ALLOCATOR, 100 * MS), idle(Part.IDLE_DATA, MS))
+    why = found_in(trace(causes=causes))["gpu_idle"].why
+    assert "100 ms while the host is in allocator calls" in why
+    assert "data wait" not in why
+
+
 def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() -> None:
     window_ns = 5 * STEP_NS
     finding = found_in(trace(gpu_window=gpu_times(window_ns, window_ns // 2), idle=()))["gpu_idle"]

@@ -159,6 +159,24 @@ def test_of_a_device_the_kernels_that_grew_are_named(kernels: tuple[str, ...], n
     assert len(words_text(limited)) <= 100
 
 
+def test_of_a_host_alone_the_operators_that_grew_are_named() -> None:
+    a, b = (replace(each, kind="traces", named={}) for each in sides())
+    a = replace(a, named={"operators": {"aten::mkldnn_convolution": 5e6, "aten::relu": 1e6}})
+    b = replace(b, named={"operators": {"aten::mkldnn_convolution": 22e6, "aten::relu": 2e6}})
+    assert words_text(conclusion(compare(a, b))).endswith(", mostly convolution (5.00 ms -> 22.0 ms)")
+
+
+def test_a_step_time_of_too_few_steps_is_unclear() -> None:
+    a, b = sides()
+    steps = {"a": (20e6, 20.1e6, 20e6), "b": (21e6, 21.1e6, 21e6)}
+    a, b = (
+        replace(each, measures={**each.measures, "step_ns": replace(each.measures["step_ns"], value=ns[0], steps=ns)})
+        for each, ns in zip((a, b), steps.values(), strict=True)
+    )
+    words = "B differs from A, step time unclear, too few steps (20.0 ms -> 21.0 ms): "
+    assert words_text(conclusion(compare(a, b))).startswith(words)
+
+
 def test_traces_without_steps_are_compared_by_the_time_of_the_device() -> None:
     times = {"gpu_window_ns": (6e6, 13e6), "duration_ns": (6e6, 13e6), "gpu_idle_ns": (0, 7e6)}
     a, b = (
