@@ -70,6 +70,7 @@ def device_bound(trace: TraceReport) -> Finding:
         ),
         remedies=(
             *((do.RECORD_ALL_EVENTS,) if trace.is_sample else fitting(trace, *later)),
+            *((do.ALL_GPUS,) if _takes_turns(trace) else ()),
             *(_faster(trace, family, achieved) if family else ()),
             look(trace),
         ),
@@ -85,6 +86,15 @@ def _achieved(trace: TraceReport, family: str | None) -> Achieved | None:
     ledger = trace.device_ledger
     work = [each for each in ledger.work if family == device_family(each.operator)] if ledger else []
     return achieved_by(work, device_peaks(*trace.devices), on_device=True)
+
+
+def _takes_turns(trace: TraceReport) -> bool:
+    """Return whether one GPU at a time computes, each for less than half of the time."""
+    busy_ns, most = sum(trace.devices_busy_ns), max(trace.devices_busy_ns, default=0)
+    window = trace.window
+    return (
+        window is not None and busy_ns <= POLICY.alike * window.busy_ns and 0 < most < POLICY.bound * window.window_ns
+    )
 
 
 def _by_device(trace: TraceReport) -> str:
@@ -153,7 +163,9 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
             return None, titled(f"A cold start takes most of {span}: {{name}} {took}.", name=cold_start_of(cold))
         share = percent(idle_ns / ledger.step_ns)
         return None, f"The device is idle {share} of {span} ({format_ns(idle_ns)} of {format_ns(ledger.step_ns)})."
-    return _most_work(trace, ledger, span)
+    share = percent(max(trace.devices_busy_ns, default=0) / ledger.step_ns / ledger.steps)
+    turns = f"{len(trace.devices)} GPUs take turns: each computes at most {share} of {span}, the others wait."
+    return (None, turns) if _takes_turns(trace) else _most_work(trace, ledger, span)
 
 
 def device_family(operator: str | None) -> str:

@@ -473,6 +473,9 @@ LAUNCH_LESS: Final = Remedy(
     needs=frozenset({"no graphs"}),
     change="compile",
 )
+ALL_GPUS: Final = Remedy(
+    text="Use all GPUs at once: DistributedDataParallel with a process per GPU, or a pipeline of micro-batches."
+)
 COPY_BETWEEN_LESS: Final = Remedy(
     text="Copy less between GPUs: keep a layer and its inputs on one GPU, and copy each tensor once per step."
 )

@@ -216,3 +216,22 @@ def test_products_with_a_vector_are_bound_by_memory_and_want_more_work(tmp_path:
     finding = bound(made, tmp_path)
     assert finding.title.startswith("Memory-bound: matrix multiplication takes 100%")
     assert finding.remedies[0].id == "more_work"
+
+
+@pytest.mark.parametrize(
+    ("together", "title"), [(False, "3 GPUs take turns: each computes at most 33%"), (True, "Comp")]
+)
+def test_gpus_that_compute_one_after_the_other_take_turns(together: bool, title: str, tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for device in range(3):
+                with made.inside("aten::mm", "cpu_op"):
+                    made.python(1)
+                    made.launch(5_000)
+                made.events[-2]["pid"] = device
+                made.free -= 5_000 * (together and device < 2)
+            made.synchronize()
+    finding = bound(made, tmp_path)
+    assert finding.title.startswith(title)
+    assert (finding.remedies[0].id == "all_gpus") == (not together)
