@@ -162,7 +162,11 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
             took = f"({format_ns(cold.total_ns / ledger.steps)} of {format_ns(ledger.step_ns)})"
             return None, titled(f"A cold start takes most of {span}: {{name}} {took}.", name=cold_start_of(cold))
         share = percent(idle_ns / ledger.step_ns)
-        return None, f"The device is idle {share} of {span} ({format_ns(idle_ns)} of {format_ns(ledger.step_ns)})."
+        main = max(trace.idle, key=lambda cause: cause.total_ns, default=None)
+        is_most = main is not None and main.total_ns >= POLICY.most * idle_ns * ledger.steps
+        mostly = f", mostly {main.cause.label}" if main is not None and is_most else ""
+        took = f"({format_ns(idle_ns)} of {format_ns(ledger.step_ns)})"
+        return None, f"The device is idle {share} of {span}{mostly} {took}."
     share = percent(max(trace.devices_busy_ns, default=0) / ledger.step_ns / ledger.steps)
     turns = f"{len(trace.devices)} GPUs take turns: each computes at most {share} of {span}, the others wait."
     return (None, turns) if _takes_turns(trace) else _most_work(trace, ledger, span)

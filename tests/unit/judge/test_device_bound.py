@@ -235,3 +235,16 @@ def test_gpus_that_compute_one_after_the_other_take_turns(together: bool, title:
     finding = bound(made, tmp_path)
     assert finding.title.startswith(title)
     assert (finding.remedies[0].id == "all_gpus") == (not together)
+
+
+def test_an_idle_device_without_a_fault_says_what_it_mostly_waits_for(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(5):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"):
+                made.python(300 if step else 30_000)
+            for _ in range(20):
+                with made.inside("aten::mm", "cpu_op"):
+                    made.launch(200)
+            made.synchronize()
+    assert ", mostly data wait (" in bound(made, tmp_path).title
