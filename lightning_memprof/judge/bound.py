@@ -183,6 +183,8 @@ def _computes(heaviest: Heaviest, ledger: TimeLedger, passes_ns: float) -> Takes
         return Takes(HOST, "Python takes", heaviest.family_ns, place=place)
     if heaviest.module == ROOT and heaviest.family_ns >= half and heaviest.family != UNPROFILED:
         return Takes(COMPUTE, f"{heaviest.family} takes", heaviest.family_ns)
+    if heaviest.ns >= half and heaviest.family == PYTHON:
+        return Takes(HOST, f"{heaviest.module} takes", heaviest.ns, part=PYTHON, part_ns=heaviest.family_ns)
     if heaviest.ns >= half:
         return Takes(COMPUTE, f"{heaviest.module} takes", heaviest.ns)
     return Takes(COMPUTE, _taken_by(PASSES), passes_ns, part=heaviest.module, part_ns=heaviest.ns)
@@ -292,7 +294,7 @@ def _achieved(facts: Facts, rank: Rank, trace: TraceReport | None, heaviest: Hea
     work = [each for each in within if operator_family(each.operator) == heaviest.family]
     if not work:
         return None
-    peaks = device_peaks(trace.devices[0]) if trace is not None and trace.devices else None
+    peaks = device_peaks(*trace.devices) if trace is not None else None
     return achieved_by(work, peaks, on_device=trace is not None)
 
 
@@ -350,7 +352,7 @@ def _host(trace: TraceReport, ledger: TimeLedger, *, is_alone: bool) -> tuple[st
         able = faster_by(heaviest, (), () if trace.program.is_compiled else (do.FUSE_OPERATORS,), is_cpu=True)
         why, remedies = _work(heaviest), (*fitting_line(heaviest.family, None), *able)
     elif trace.program.trains and not _has_backward(ledger):
-        outside = f"{percent(takes.ns / ledger.step_ns)} of {span(trace)} is outside operators"
+        outside = f"{percent(heaviest.family_ns / ledger.step_ns)} of {span(trace)} is outside operators"
         return f"Backward was not recorded: {outside}, in backward or in Python.", "", (do.RECORD_DEVICE,)
     else:
         why = ""

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLedger
-from lightning_memprof.account.ledger.modules import POINTWISE, operator_family
+from lightning_memprof.account.ledger.modules import POINTWISE, UPDATES, operator_family
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import IdleCause, TraceReport
@@ -14,6 +14,7 @@ from lightning_memprof.judge import remedies as do
 from lightning_memprof.judge.bound import Takes, sentence
 from lightning_memprof.judge.facts import trace_rank
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
+from lightning_memprof.judge.operators import ARITHMETIC
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.traces import (
@@ -57,13 +58,8 @@ def device_bound(trace: TraceReport) -> Finding:
     steps = trace.work_window
     of_steps = f" (mean step: {format_ns(steps.mean_step_ns)})" if steps is not None else ""
     family, sentence = _device_bound(trace)
-    work = [
-        each
-        for each in (trace.device_ledger.work if trace.device_ledger else ())
-        if family == device_family(each.operator)
-    ]
     later = LATER if is_brief(trace) or cold_start(trace) else ()
-    achieved = achieved_by(work, device_peaks(trace.devices[0]) if trace.devices else None, on_device=True)
+    achieved = _achieved(trace, family)
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
@@ -74,6 +70,7 @@ def device_bound(trace: TraceReport) -> Finding:
         ),
         remedies=(
             *((do.RECORD_ALL_EVENTS,) if trace.is_sample else fitting(trace, *later)),
+            *((do.ALL_GPUS,) if _takes_turns(trace) else ()),
             *(_faster(trace, family, achieved) if family else ()),
             look(trace),
         ),
@@ -82,6 +79,21 @@ def device_bound(trace: TraceReport) -> Finding:
             **(achieved.numbers if achieved else {}),
         },
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
+    )
+
+
+def _achieved(trace: TraceReport, family: str | None) -> Achieved | None:
+    ledger = trace.device_ledger
+    work = [each for each in ledger.work if family == device_family(each.operator)] if ledger else []
+    return achieved_by(work, device_peaks(*trace.devices), on_device=True)
+
+
+def _takes_turns(trace: TraceReport) -> bool:
+    """Return whether one GPU at a time computes, each for less than half of the time."""
+    busy_ns, most = sum(trace.devices_busy_ns), max(trace.devices_busy_ns, default=0)
+    window = trace.window
+    return (
+        window is not None and busy_ns <= POLICY.alike * window.busy_ns and 0 < most < POLICY.bound * window.window_ns
     )
 
 
@@ -107,21 +119,25 @@ def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple
     """Return what makes the operators faster that take most of a device's time."""
     if (copies := OF_COPIES.get(_bare(family))) is not None:
         return (copies[1],)
+    ledger = trace.device_ledger
+    if family == UPDATES:
+        has_fused = ledger is not None and any("aten::_fused_" in (line.operator or "") for line in ledger.lines)
+        return fitting(trace, do.ACCUMULATE if has_fused else do.FUSED_UPDATES)
+    fuses = ledger is not None and _families(ledger)[ELEMENTWISE] >= POLICY.verdict * ledger.step_ns
+    fused = (do.FUSE_OPERATORS,) if fuses else ()
     if achieved is None:
-        ledger = trace.device_ledger
-        fuses = ledger is not None and _families(ledger)[ELEMENTWISE] >= POLICY.verdict * ledger.step_ns
-        is_known = family == ELEMENTWISE or "record_shapes" in trace.recorded_with
-        return fitting(trace, *((do.FUSE_OPERATORS,) if fuses else ()), *(() if is_known else (do.RECORD_SHAPES,)))
-    peaks = device_peaks(trace.devices[0]) if trace.devices else None
+        is_unknown = family in ARITHMETIC and "record_shapes" not in trace.recorded_with
+        return fitting(trace, *fused, *((do.RECORD_SHAPES,) if is_unknown else ()))
+    peaks = device_peaks(*trace.devices)
     has_bfloat16 = peaks is not None and "bfloat16" in peaks.flops_per_s
     lower = (do.BFLOAT16, do.SMALLER_WEIGHTS) if achieved.dtype == "float32" and has_bfloat16 else ()
     if achieved.is_tiny:
         return fitting(trace, do.VECTORIZE.filled(owner="the program"), do.FUSE_OPERATORS, do.MORE_WORK)
     if achieved.by_memory:
-        return fitting(trace, do.FUSE_OPERATORS, *lower)
-    if achieved.share is not None and achieved.share < POLICY.near_peak:
-        return fitting(trace, *((do.CHANNELS_LAST,) if family == "convolution" else ()), *lower, do.MORE_WORK)
-    return fitting(trace, *lower, do.FUSE_OPERATORS)
+        return fitting(trace, do.MORE_WORK if family in ARITHMETIC else do.FUSE_OPERATORS, *lower)
+    is_below = achieved.share is not None and achieved.share < POLICY.near_peak
+    other_layout = (do.CHANNELS_LAST,) if is_below and family == "convolution" else ()
+    return fitting(trace, *other_layout, *lower, *((do.MORE_WORK,) if is_below else fused))
 
 
 def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
@@ -146,8 +162,14 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
             took = f"({format_ns(cold.total_ns / ledger.steps)} of {format_ns(ledger.step_ns)})"
             return None, titled(f"A cold start takes most of {span}: {{name}} {took}.", name=cold_start_of(cold))
         share = percent(idle_ns / ledger.step_ns)
-        return None, f"The device is idle {share} of {span} ({format_ns(idle_ns)} of {format_ns(ledger.step_ns)})."
-    return _most_work(ledger, span)
+        main = max(trace.idle, key=lambda cause: cause.total_ns, default=None)
+        is_most = main is not None and main.total_ns >= POLICY.most * idle_ns * ledger.steps
+        mostly = f", mostly {main.cause.label}" if main is not None and is_most else ""
+        took = f"({format_ns(idle_ns)} of {format_ns(ledger.step_ns)})"
+        return None, f"The device is idle {share} of {span}{mostly} {took}."
+    share = percent(max(trace.devices_busy_ns, default=0) / ledger.step_ns / ledger.steps)
+    turns = f"{len(trace.devices)} GPUs take turns: each computes at most {share} of {span}, the others wait."
+    return (None, turns) if _takes_turns(trace) else _most_work(trace, ledger, span)
 
 
 def device_family(operator: str | None) -> str:
@@ -164,7 +186,7 @@ def _families(ledger: TimeLedger) -> Counter[str]:
     return found
 
 
-def _most_work(ledger: TimeLedger, span: str) -> tuple[str | None, str | None]:
+def _most_work(trace: TraceReport, ledger: TimeLedger, span: str) -> tuple[str | None, str | None]:
     """Return the operators or the kind of copies with most of the device's time, and a sentence."""
     by_work = _families(ledger)
     if not by_work:
@@ -176,8 +198,10 @@ def _most_work(ledger: TimeLedger, span: str) -> tuple[str | None, str | None]:
     if ns < half <= compute_ns:
         takes = Takes("Compute-bound", "kernels take", compute_ns, part=name, part_ns=ns)
     else:
-        bound = "Copy-bound" if copies else "Memory-bound" if family == ELEMENTWISE else "Compute-bound"
-        takes = Takes(bound, f"{name} {'take' if copies or shown == ELEMENTWISE else 'takes'}", ns)
+        achieved = _achieved(trace, family)
+        by_memory = achieved.by_memory if achieved else family in {ELEMENTWISE, UPDATES}
+        bound = "Copy-bound" if copies else "Memory-bound" if by_memory else "Compute-bound"
+        takes = Takes(bound, f"{name} {'take' if copies or shown in {ELEMENTWISE, UPDATES} else 'takes'}", ns)
     return family, sentence(takes, ledger, span)
 
 

@@ -35,6 +35,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
         in_torch: the same for a program without a Trainer, where that is another text; ``try`` cannot apply it.
         needs: what has to hold of the program.
         change: the argument of ``try --remedy`` that applies it (``workers={workers}``), empty where nothing can.
+        is_look: whether it only shows more, and recovers nothing.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     in_torch: str = ""
     needs: frozenset[Need] = frozenset()
     change: str = ""
+    is_look: bool = False
 
     @property
     def fields(self) -> dict[str, str]:
@@ -281,6 +283,9 @@ FUSED_OPTIMIZER: Final = Remedy(
     needs=frozenset({"training", "optimizer loop"}),
     change="{kernels}_optimizer",
 )
+FUSED_UPDATES: Final = Remedy(
+    text="Update the parameters in one kernel: torch.optim.AdamW(..., fused=True); Adam, SGD and Adagrad have it, too."
+)
 FOREACH_IN_STEP: Final = Remedy(
     text="Update all tensors at once in {optimizer}.step: torch._foreach_add_ and similar, on lists of tensors."
 )
@@ -373,6 +378,7 @@ COMPARE_RANK: Final = Remedy(text="Compare {what} of rank {rank}{host} with thos
 MERGE_TRACES: Final = Remedy(
     text="See all ranks on one timeline: lightning-memprof merge -o merged.json.gz {files}.",
     needs=frozenset({"ranks"}),
+    is_look=True,
 )
 FIND_HOST_MEMORY: Final = Remedy(
     text="Find what only rank {rank} holds: gathered outputs, rank_zero_only caches, longer batches, more workers."
@@ -462,7 +468,7 @@ SPLIT_OPERATION: Final = Remedy(
 
 # Traces and devices
 
-VIEW_TRACE: Final = Remedy(text="See every operator on a timeline: {command}")
+VIEW_TRACE: Final = Remedy(text="See every operator on a timeline: {command}", is_look=True)
 RECORD_LATER: Final = Remedy(
     text="Record later steps, or the replay of a graph: Schedule(wait=10, warmup=2, active=3).",
     in_torch="Record later steps, or the replay of a graph: torch.profiler.schedule(wait=10, warmup=2, active=3).",
@@ -477,7 +483,10 @@ RECORD_PYTHON_STACKS: Final = Remedy(
     needs=frozenset({"no stacks"}),
 )
 RECORD_RANKS: Final = Remedy(text="Record the other ranks too: a collective waits for the last rank to arrive.")
-RECORD_DEVICE: Final = Remedy(text="Record host and device: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].")
+RECORD_DEVICE: Final = Remedy(
+    text="Record host and device: torch.profiler.profile(activities=torch.profiler.supported_activities()).",
+    is_look=True,
+)
 RECORD_RUN: Final = Remedy(text='Record a training run: Trainer(profiler="memprof"), or record(model) around a loop.')
 RECORD_STEP: Final = Remedy(
     text="Record such steps: MemProfilerCallback(schedule=Schedule(steps=({steps},), active=1)).",
@@ -491,6 +500,9 @@ LAUNCH_LESS: Final = Remedy(
     text="Launch fewer and longer kernels: torch.compile(model{mode}).",
     needs=frozenset({"no graphs"}),
     change="compile",
+)
+ALL_GPUS: Final = Remedy(
+    text="Use all GPUs at once: DistributedDataParallel with a process per GPU, or a pipeline of micro-batches."
 )
 COPY_BETWEEN_LESS: Final = Remedy(
     text="Copy less between GPUs: keep a layer and its inputs on one GPU, and copy each tensor once per step."
@@ -611,7 +623,7 @@ SAME_BATCHES: Final = Remedy(
 LOOK_AT_NETWORK: Final = Remedy(
     text="All ranks wait in one collective: check the network of the nodes; for NCCL set NCCL_DEBUG=INFO."
 )
-LOOK_AT_LINE: Final = Remedy(text="Look at {place}: {what}.")
+LOOK_AT_LINE: Final = Remedy(text="Look at {place}: {what}.", is_look=True)
 READ_STACKS: Final = Remedy(text="Read the stacks of all threads in {file}.")
 READ_OUTPUT: Final = Remedy(text="Read the end of the output of rank {rank}{kernel}.")
 CONTINUE_PROCESS: Final = Remedy(text="Continue it: `kill -CONT {pid}` on {host}.")

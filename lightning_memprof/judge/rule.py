@@ -128,7 +128,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         fields = {**fact.fields(facts, owner), **detail.fields}
         worth = fact.worth(detail.saves or self.saves or (1.0, 1.0), self.of)
         most = fact.at_most(self.at_most if detail.at_most is None else detail.at_most)
-        recovers = fact.of_ledger(worth, self.of) if self.saves else None
+        remedies = (*detail.remedies, *(remedy.filled(**fields) for remedy in self.remedies))
+        recovers = (
+            fact.of_ledger(worth, self.of) if self.saves and not any(first.is_look for first in remedies[:1]) else None
+        )
         measured = (f"{detail.measured}.", detail.why) if detail.measured else (fact.why, detail.why, fact.pressure)
         return Finding(
             rule=self.id,
@@ -136,7 +139,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             severity=min(max(worth.severity, detail.at_least), Severity.INFO if detail.is_note else most),
             title=titled(self._title(fact, owner, detail), **fields),
             why=" ".join(filter(None, measured)),
-            remedies=(*detail.remedies, *(remedy.filled(**fields) for remedy in self.remedies)),
+            remedies=remedies,
             evidence=fact.seen(facts, detail.evidence),
             numbers={**fact.numbers(owner), **detail.numbers},
             weight=0.0 if detail.is_note else (recovers or worth).share,

@@ -18,6 +18,7 @@ from lightning_memprof.judge.optimizers import FOREACH, FUSED
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Need, Remedy, applicable
 from lightning_memprof.read.run.locate import shown_path
+from lightning_memprof.read.stacks import parse_frame
 from lightning_memprof.read.trace.kernel_names import kernel_name
 from lightning_memprof.units import format_ns, quoted
 
@@ -216,7 +217,9 @@ def times(count: int) -> str:
 
 
 def shorter_name(name: str) -> str:
-    """Return a name that fits a sentence: of a kernel, its function and operation."""
+    """Return a name that fits a sentence: of a kernel, its function and operation, of a place, file and function."""
+    if len(name) > LONGEST_NAME and (frame := parse_frame(name)) is not None:
+        return str(frame._replace(filename=frame.filename.replace("\\", "/").rpartition("/")[2]))
     return _cut(kernel_name(name))
 
 

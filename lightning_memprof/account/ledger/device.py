@@ -231,9 +231,7 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, table: EventTable, spa
     free = spans
     for part, busy in zip(BUSY, (device.compute, device.communication, device.memory_copy), strict=True):
         chosen = device.part == part.number
-        reach = np.maximum.accumulate(np.append(np.iinfo(np.int64).min, ends[chosen]))
-        first, last = np.maximum(starts[chosen], reach[:-1]), np.maximum(ends[chosen], reach[:-1])
-        own[chosen] = length_before(free, last) - length_before(free, first)
+        own[chosen] = _first(free, starts[chosen], ends[chosen])
         free = difference(free, busy)
     known = launched >= 0
     operator = np.where(known, host.operator(launched), _NONE)
@@ -249,13 +247,26 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, table: EventTable, spa
     )
     in_pass = np.where(computes, _passes(columns, launched, host.training), _NONE)
     passes.add(in_pass, _NONE, module, operator, ns=np.where(in_pass >= 0, own, 0), longest=ends - starts)
-    made = np.where(known & computes & (own > 0), host.shaped[launched if len(columns.shapes.rows) else 0], _NONE)
+    # Each device has its own rate, also while others compute.
+    number_of = np.unique([str(process) for process, _ in columns.lane_of], return_inverse=True)[1]
+    alone, numbers = np.zeros(len(rows), np.int64), number_of[columns.lanes[rows]]
+    for number in np.unique(numbers).tolist():
+        chosen = computes & (numbers == number)
+        alone[chosen] = _first(spans, starts[chosen], ends[chosen])
+    made = np.where(known & computes & (alone > 0), host.shaped[launched if len(columns.shapes.rows) else 0], _NONE)
     _, first = np.unique(made, return_index=True)  # an operator may launch several kernels
     is_first = np.zeros(len(rows), np.bool_)
     is_first[first] = True
     calls = np.maximum(made, 0)
     inputs = np.where(made >= 0, columns.shapes.of(calls), _NONE)
-    return shaped(Part.COMPUTE.number, inputs, host.module[calls], columns.names[calls], own, is_first)
+    return shaped(Part.COMPUTE.number, inputs, host.module[calls], columns.names[calls], alone, is_first)
+
+
+def _first(when: Intervals, starts: Column, ends: Column) -> Column:
+    """Return the time of a set that each event has, by start, and no event before it."""
+    reach = np.maximum.accumulate(np.append(np.iinfo(np.int64).min, ends))
+    first, last = np.maximum(starts, reach[:-1]), np.maximum(ends, reach[:-1])
+    return length_before(when, last) - length_before(when, first)
 
 
 def _with_usual(names: Column, operators: Column, ns: Column) -> Column:

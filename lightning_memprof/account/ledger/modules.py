@@ -21,9 +21,14 @@ EXPLAINS: Final = 0.5
 # What one of several submodules must have, of the whole and beside the next one, to be worth a name.
 LEADS: Final = 0.25
 AHEAD: Final = 1.25
+UPDATES: Final = "optimizer updates"
 # Work of one kind, under the names of operators and kernels, of forward and backward and of all libraries; a name has
 # the first that fits.
 FAMILIES: Final = (
+    (
+        UPDATES,
+        re.compile(r"aten::_(?:foreach_|fused_(?:adam|sgd))|multi_tensor_apply|Fused(?:Adam|Optimizer)", re.IGNORECASE),
+    ),
     ("compiled code", re.compile(r"CompiledFxGraph|CompiledFunction|Torch-Compiled Region|TorchDynamo|\btriton_")),
     ("attention", re.compile(r"attention|attn(?![a-z])|\bflash|_flash_|fmha|\bmha_", re.IGNORECASE)),
     (

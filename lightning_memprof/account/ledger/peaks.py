@@ -122,9 +122,9 @@ _WORD: Final = re.compile(r"[a-z0-9]+")
 _VARIANTS: Final = frozenset(("d", "laptop", "mobile", "max", "mig", "nvl", "pcie", "super", "ti", "ada", "3e", "64gb"))
 
 
-def device_peaks(name: str) -> Peaks | None:
-    """Return the peaks of a GPU by its name in a trace, None for one that is not in the table."""
-    words = {*_WORD.findall(name.lower())}
+def device_peaks(*names: str) -> Peaks | None:
+    """Return the peaks of GPUs by their names in a trace, None for one that is not in the table, and for others."""
+    words = {*_WORD.findall(names[0].lower())} if len({*names}) == 1 else set()
     variants = words & _VARIANTS
     gpu = next((gpu for gpu in _GPUS if variants <= {*gpu.words.lower().split()} <= words), None)
     if gpu is None:

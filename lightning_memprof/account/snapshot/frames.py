@@ -34,7 +34,7 @@ _PHASES: Final[tuple[tuple[Phase, frozenset[str], str], ...]] = (
     (
         "loading",
         frozenset({"_apply", "load_state_dict", "_load_from_state_dict", "reset_parameters", "from_pretrained"}),
-        "",
+        "/safetensors/",
     ),
     ("forward", frozenset({"_call_impl", "_wrapped_call_impl", "forward"}), ""),
 )
@@ -57,9 +57,9 @@ def phase_of(stack: Stack) -> Phase | None:
 
 
 def is_lightning(device: DeviceSnapshot) -> bool:
-    """Return whether Lightning's Trainer ran the program; True if no stack has Python frames."""
-    files = {frame.filename for stack in device.stacks for frame in stack if frame.is_python}
-    return not files or any(part in file for file in files for part in _LIGHTNING)
+    """Return whether Lightning's Trainer ran the program; False if no stack has Python frames."""
+    files = {frame.filename for stack in device.stacks for frame in stack}
+    return any(part in file for file in files for part in _LIGHTNING)
 
 
 def is_training(device: DeviceSnapshot) -> bool:

@@ -18,6 +18,9 @@ from lightning_memprof.read.trace.intervals import Column, Intervals, clip, leng
 
 EARLIER: Final = int(np.iinfo(np.int64).min)
 _COPY: Final = re.compile(r"Memcpy (\w+)(?: \((.*)\))?\Z")
+# The names of ROCm's tracer and of XPU's, by the first letters of source and destination; M is memory of the host.
+_COPY_ELSEWHERE: Final = re.compile(r"Copy(Host|Device)To(Host|Device)\Z|.*Memory ?Copy\w*\(([MHD])2([MHD])\)\Z")
+_FILL_ELSEWHERE: Final = re.compile(r"FillBuffer\Z|.*MemoryFill\b")
 
 
 class DeviceEvents(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +217,9 @@ def copy_kind(name: str) -> tuple[str, bool | None]:
     """Return the kind of a copy by its name, and whether it is pageable, None where the name does not tell."""
     match = _COPY.match(name)
     if match is None:
-        return name, None
+        if elsewhere := _COPY_ELSEWHERE.match(name):
+            return "to".join(place[0].replace("M", "H") for place in elsewhere.groups() if place), None
+        return "Memset" if _FILL_ELSEWHERE.match(name) else name, None
     places = (match[2] or "").lower()
     return match[1], True if "pageable" in places else False if "pinned" in places else None
 

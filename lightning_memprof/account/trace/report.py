@@ -58,7 +58,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     """
     table, name = event_table(read_columns(path, progress)), TraceName.parse(path.name)
     columns, device, steps, loading = table.columns, table.device, table.steps, table.loading
-    window, is_sample = table.gpu, skips_calls(columns)
+    window, is_sample = table.gpu, skips_calls(columns, table.device.compute)
     device_use = "" if window else _device_use(columns)
     rank, world_size = recorded_number(columns.metadata, "rank"), recorded_number(columns.metadata, "world_size")
     devices, capabilities, busy = zip(*_devices(columns, device), strict=True) if len(device.rows) else ((), (), ())
@@ -264,6 +264,8 @@ def _device_use(columns: TraceColumns) -> str:
         return f"calls {columns.name(int(calls[0]))}"
     if columns.allocates_on:
         return f"allocates memory on {columns.allocates_on[0]}"
+    if columns.launches_on:
+        return f"launches work on {columns.launches_on}"
     operators = columns.rows_named(_ON_DEVICE.match, Kind.OPERATOR)
     return f"runs {columns.name(int(operators[0]))}" if len(operators) else ""
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from lightning_memprof.read.trace.columns import DEVICE_KINDS, STEP_NAME, Kind, TraceColumns
-from lightning_memprof.read.trace.intervals import Column, Intervals, length_within, lookup
+from lightning_memprof.read.trace.intervals import Column, Intervals, length, length_within, lookup
 
 _MIN_GAPS: Final = 100
 _SKIPPED: Final = 20
@@ -73,16 +73,18 @@ def _work_calls(columns: TraceColumns, loading: Intervals) -> Column:
     return operators[~makes_batch]
 
 
-def skips_calls(columns: TraceColumns) -> bool:
+def skips_calls(columns: TraceColumns, computing: Intervals) -> bool:
     """Return whether most calls of the runtime are missing, as in a file with a sample of the events.
 
     The runtime numbers its calls, some in steps of a fixed size. In complete recordings 4 to 12 numbers pass from one
     recorded call to the next, and a tenth or more of the calls follow each other, or the distances are alike; of one
-    call in a hundred hardly any follow each other, and the distances are scattered.
+    call in a hundred hardly any follow each other, the distances are scattered, and kernels do not fill half of the
+    time (``computing``).
     """
     numbers = np.unique(columns.correlations[columns.rows(Kind.RUNTIME)])
     gaps = np.diff(numbers[numbers != 0])
-    if len(gaps) < _MIN_GAPS:
+    is_full = len(computing.starts) and 2 * length(computing) > computing.ends[-1] - computing.starts[0]
+    if len(gaps) < _MIN_GAPS or is_full:
         return False
     gaps //= np.gcd.reduce(gaps)
     low, middle, high = np.percentile(gaps, (25, 50, 75))

@@ -24,6 +24,8 @@ from lightning_memprof.judge.rule import Detail, Found, Rule
 from lightning_memprof.judge.snapshots import SMALLER, calls, fitting, on_devices, released
 from lightning_memprof.units import format_bytes, format_count
 
+# Half of the bytes a number, of the samples, or of their length.
+HALVES: Final = frozenset(remedy.id for remedy in (do.SMALLER_WEIGHTS, *SMALLER))
 _NODE: Final = re.compile(r"\w+Backward\d*")
 
 
@@ -39,12 +41,14 @@ def largest_line(snapshot: SnapshotReport, device: DeviceReport) -> Found | None
 def _detail_of_line(snapshot: SnapshotReport, device: DeviceReport, line: HeldLine) -> Detail:
     peak, has_peak = format_bytes(device.peak_requested_bytes), _has_peak(device)
     reserved = format_bytes(device.peak_reserved_bytes)
+    remedies = _remedies(device, line.site)
     missing = f"The history has no allocation, so the peak was not recorded; {reserved} are reserved."
     return Detail(
         fields={"whole": "peak" if has_peak else "live memory"},
         measured=f"{format_bytes(line.bytes)} of {peak}, in {format_count(line.blocks, 'block')}{calls(line)}",
         why="" if has_peak else missing,
-        remedies=_remedies(device, line.site),
+        remedies=remedies,
+        saves=(0, 0.5) if remedies[0].id in HALVES else None,
         numbers={"blocks": line.blocks},
         evidence=(seen_in(snapshot, device, device.peak_time_us),),
     )

@@ -18,6 +18,7 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rule import Detail, Found, InTrace, Rule
 from lightning_memprof.judge.traces import (
+    CAUSES,
     LATER,
     LAUNCHING,
     cold_start_of,
@@ -125,7 +126,9 @@ def _launches(trace: TraceReport, cause: IdleCause) -> bool:
     """Return whether the host launches in most of the idle time of a cause."""
     is_launching = cause.cause in LAUNCHING and not _is_unseen(trace, cause) and not _is_other_call(cause)
     is_apart = cause.mostly_in and not cause.launches
-    return is_launching and cause.long_ns < (POLICY.call_gap_ns if is_apart else POLICY.launch_gap_ns)
+    # The program's own function without launches stays in the way of however many kernels are fused.
+    longest = 0 if cause.cause == Part.IDLE_PYTHON else POLICY.call_gap_ns
+    return is_launching and cause.long_ns < (longest if is_apart else POLICY.launch_gap_ns)
 
 
 def _place(cause: IdleCause) -> str:
@@ -162,14 +165,16 @@ def _in_optimizer(trace: TraceReport) -> bool:
 
 
 def _measured(trace: TraceReport, ledger: TimeLedger) -> str:
-    """Return the idle time, its largest causes, and the number of kernels."""
+    """Return the idle time, its largest causes and those of other rules, and the number of kernels."""
     largest = sorted((part for part in WAITS if ledger.ns(part)), key=ledger.ns, reverse=True)[:2]
+    largest += [part for part in CAUSES if part not in WAITS and ledger.share(part) >= POLICY.note]
     steps, whole = stretch(trace, ledger)
     parts = [f"{format_ns(steps * ledger.ns(part))} {_mostly(trace, _cause(trace, part))}" for part in largest]
+    listed = " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
     count = round(sum(kernel.count for kernel in computing(trace)) * steps / ledger.steps)
     runs = f"; it runs {format_count(count, 'kernel')}" if count else ""
     idle_ns = total(line for line in ledger.lines if line.part.group == "device idle")
-    return f"The GPU is idle for {format_ns(steps * idle_ns)} of {whole}, including {' and '.join(parts)}{runs}"
+    return f"The GPU is idle for {format_ns(steps * idle_ns)} of {whole}, including {listed}{runs}"
 
 
 def _mostly(trace: TraceReport, cause: IdleCause) -> str:

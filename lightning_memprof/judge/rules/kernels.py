@@ -38,7 +38,7 @@ AMPERE: Final = (8, 0)
 # Its GTX 16 has the capability, 7.5, and no tensor cores; other vendors number their devices differently.
 WITHOUT_TENSOR_CORES: Final = re.compile(r"GTX 16\d\d|AMD|Radeon|Instinct|\bgfx")
 # Kernels of half precision.
-HALF: Final = re.compile(r"bf16|bfloat16|f16f16|hgemm|_h\d+cudnn|nvjet_\w+?_[th]s[th]_")
+HALF: Final = re.compile(r"bf16|bfloat16|__half|f16f16|hgemm|_h\d+cudnn|nvjet_\w+?_[th]s[th]_")
 
 
 def products_in_32_bits(trace: TraceReport, ledger: TimeLedger) -> InTrace | None:
@@ -86,7 +86,8 @@ def _attention_module(ledger: TimeLedger) -> str:
 
 def _is_ordinary(name: str) -> bool:
     low = name.lower()
-    return bool(ATTENTION.search(low)) or (bool(ORDINARY.search(low)) and not TENSOR.search(low))
+    is_half = TENSOR.search(low) or HALF.search(low)
+    return bool(ATTENTION.search(low)) or (bool(ORDINARY.search(low)) and not is_half)
 
 
 SOFTMAX: Final = "aten::_softmax"

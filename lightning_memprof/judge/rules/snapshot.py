@@ -121,7 +121,7 @@ def _detail_of_pieces(
     split, forced = sum(pieces), _forced(device)
     made = format_count(len(forced), "segment")
     added = f"{made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
-    between = "all" if split == unused else f"{percent(split / unused)} of this"
+    between = "all" if split == unused else f"{percent(split / unused) if split else 'none'} of this"
     parts = f"between live blocks, in {len(pieces):,} pieces of at most {format_bytes(max(pieces, default=0))}"
     where = "in unused pieces at the peak" if device.events else f"unused, {between} between live blocks"
     return Detail(

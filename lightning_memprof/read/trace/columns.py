@@ -57,6 +57,8 @@ COMPUTES: Final = frozenset(
 )  # fmt: skip
 """Operators whose inputs tell the arithmetic or the memory traffic; those that call others which do are not here."""
 
+# The arrows of torch's EventList, the only sign of the device in its lists.
+_TO_DEVICE: Final = "cpu_to_"
 _events: Final = decoder(Event)
 MEMORY: Final = "[memory]"
 OUT_OF_MEMORY: Final = "[OutOfMemory]"
@@ -192,6 +194,7 @@ class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
         shapes: inputs of the operators that compute, where they were recorded.
         collectives: events of collectives with their arguments, by row.
         allocates_on: accelerators whose memory is allocated or freed (``cuda:0``), where memory was recorded.
+        launches_on: the kind of device (``cuda``) to which a list of torch's ``EventList`` has arrows, else empty.
         events: number of events of any kind in the file.
         metadata: everything in the file beside the events.
         origin_ns: Unix epoch time in ns from which times count.
@@ -211,6 +214,7 @@ class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
     shapes: Shapes = msgspec.field(default_factory=lambda: Shapes(np.empty(0, np.int64), np.empty(0, np.int32), ()))
     collectives: Mapping[int, FullEvent]
     allocates_on: tuple[str, ...] = ()
+    launches_on: str = ""
     events: int
     metadata: dict[str, Any]
     origin_ns: int
@@ -295,6 +299,7 @@ class _Table:
         self._shaped, self._shape_numbers, self._inputs = array("q"), array("i"), _Numbers()
         self._collectives: dict[int, FullEvent] = {}
         self._allocates_on: set[str] = set()
+        self._launches_on = ""
         self._events = 0
 
     @property
@@ -323,6 +328,8 @@ class _Table:
         if len(found) < len(batch):
             used = {(event.args.device_type, event.args.device_id) for event in batch if event.name == MEMORY}
             self._allocates_on |= {f"{_ACCELERATORS[kind]}:{number}" for kind, number in used if kind in _ACCELERATORS}
+            arrow = next((each.cat for each in batch if each.ph == "s"), "")
+            self._launches_on = arrow.removeprefix(_TO_DEVICE) if arrow.startswith(_TO_DEVICE) else self._launches_on
         count, first, names, lanes = len(found), len(self._starts), self._names, self._lanes
         # One loop for each field and one `pack` cost half of a loop for all, and of numpy's conversion of a list.
         places = zip([event.pid for event in found], [event.tid for event in found], strict=True)
@@ -388,6 +395,7 @@ class _Table:
             ),
             collectives=self._collectives,
             allocates_on=tuple(sorted(self._allocates_on)),
+            launches_on=self._launches_on,
             events=self._events,
             metadata=metadata,
             origin_ns=origin_ns,

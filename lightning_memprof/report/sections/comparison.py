@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -13,7 +13,8 @@ from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.compare.comparison import Outcome
 from lightning_memprof.compare.model import GROUPS, Comparison, Difference, Measure, NamedChange
 from lightning_memprof.compare.significance import CONFIDENCE
-from lightning_memprof.read.trace.kernel_names import kernel_names
+from lightning_memprof.judge.device_bound import device_family
+from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
 from lightning_memprof.report.document import (
     Cell,
     Document,
@@ -59,15 +60,24 @@ FIRST: Final = (
 )
 MAX_IN_TITLE: Final = 2
 MAX_IN_SENTENCE: Final = 4
-# The parts of a step; one that has half of the change explains it.
+# The parts of a step, on the host and on the device; one that has half of the change explains it, the host's first.
 PARTS: Final = tuple(
-    f"{part}_ns" for part in ("data_wait", "data_loading", "forward", "backward", "optimizer", "callbacks", "other")
+    tuple(f"{part}_ns" for part in parts)
+    for parts in (
+        ("data_wait", "data_loading", "forward", "backward", "optimizer", "callbacks", "other"),
+        ("gpu_compute", "gpu_communication_exposed", "gpu_memory_copy", "gpu_idle"),
+    )
 )
 MOSTLY: Final = 0.5
+# They change with the step.
+WHOLES: Final = frozenset({"mean_step_ns", "gpu_window_ns", "duration_ns"})
 _MOST_CONFIDENCE: Final = 0.999
 # Further apart, the mean step is named beside the median one.
 _APART: Final = 0.05
+# A title has two figures and the times behind them beside the name.
+_LONGEST_NAME: Final = 34
 _NAMED: Final = {
+    "step_ns": "step time",
     "peak_rss_bytes": PEAKS["rss"].label,
     "parameter_bytes": "parameters",
     "samples_per_s": "throughput",
@@ -106,35 +116,73 @@ def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()
 def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Words:
     """Return the sentence with the result of the limits, the step time and the differences above noise."""
     statuses = {outcome.status for outcome in outcomes}
-    head: Words = next((f"{status}: " for status in STATUSES if status in statuses), "")
+    head = next((f"{status}: " for status in STATUSES if status in statuses), "")
     step = comparison.difference("step_ns")
     is_timed = step is not None and step.change is not None
     times = phrase("{} -> {}", _value(step.a), _value(step.b)) if step is not None and is_timed else ""
     if comparison.is_same:
         return phrase("{}{}{}{}", head, SAME, ": step time " if is_timed else "", times)
-    if step is not None and step.is_above_noise:
-        part = _grown(comparison, step)
-        mostly = phrase(", mostly {} ({} -> {})", _quantity(part.name), _value(part.a), _value(part.b)) if part else ""
-        return phrase("{}step time {} ({}){}", head, _change(step), times, mostly)
-    head = f"{head}B differs from A"
+    if (whole := _whole(comparison)) is not None:
+        times = phrase("{} -> {}", _value(whole.a), _value(whole.b))
+        mostly = _mostly(comparison, whole, _LONGEST_NAME - len(head))
+        return phrase("{}{} {} ({}){}", head, _quantity(whole.name), _change(whole), times, mostly)
+    differs: Words = f"{head}B differs from A"
     if step is not None and is_timed:
-        head = phrase("{}, step time {} ({})", head, _noise(step), times)
-    return phrase("{}: {}", head, joined(", ", _others(comparison)[:MAX_IN_TITLE]))
+        how = "unclear, too few steps" if step.has_too_few_steps else _noise(step)
+        differs = phrase("{}, step time {} ({})", differs, how, times)
+    return phrase("{}: {}", differs, joined(", ", _others(comparison)[:MAX_IN_TITLE]))
+
+
+def _whole(comparison: Comparison) -> Difference | None:
+    """Return the change of the step time, without steps that of the device's, None where it is not above noise."""
+    step = comparison.difference("step_ns") or comparison.difference("gpu_window_ns")
+    return step if step is not None and step.is_above_noise else None
+
+
+def _mostly(comparison: Comparison, whole: Difference, longest: int) -> Words:
+    """Return what has at least half of a change, of computation the kernels or operators; empty without one.
+
+    The name has at most ``longest`` characters.
+    """
+    part = _grown(comparison, whole)
+    if part is not None and part.name != "gpu_compute_ns":
+        return phrase(", mostly {} ({} -> {})", _quantity(part.name), _value(part.a), _value(part.b))
+    # On a host with a device, operators wait.
+    is_on_host = comparison.a.kind == "traces" and comparison.difference("gpu_busy_ns") is None
+    group = "kernels" if part is not None else "operators" if is_on_host else ""
+    a, b = (_by_family(side.named.get(group, {})) for side in (comparison.a, comparison.b))
+    family = max({**a, **b}, key=lambda name: (b[name] - a[name]) / (whole.change or math.inf), default="")
+    if (b[family] - a[family]) / (whole.change or math.inf) >= MOSTLY:
+        name = kernel_name(family)
+        name = name if len(name) <= longest else f"{name[: longest - 1]}…"
+        return phrase(", mostly {} ({} -> {})", name, Cell(a[family], "ns"), Cell(b[family], "ns"))
+    return phrase(", mostly {} ({} -> {})", _quantity(part.name), _value(part.a), _value(part.b)) if part else ""
+
+
+def _by_family(times: Mapping[str, float]) -> Counter[str]:
+    """Return ns by the usual name of the work of kernels or operators."""
+    found: Counter[str] = Counter()
+    for name, ns in times.items():
+        found[device_family(name)] += round(ns)
+    return found
 
 
 def _grown(comparison: Comparison, step: Difference) -> Difference | None:
     """Return the part of a step that has at least half of its change, None without one."""
     whole = step.change or math.inf
-    parts = [part for part in comparison.differences if part.name in PARTS and part.is_above_noise]
-    largest = max(parts, key=lambda part: (part.change or 0.0) / whole, default=None)
-    return largest if largest is not None and (largest.change or 0.0) / whole >= MOSTLY else None
+    for names in PARTS:
+        parts = [part for part in comparison.differences if part.name in names and part.is_above_noise]
+        largest = max(parts, key=lambda part: (part.change or 0.0) / whole, default=None)
+        if largest is not None and (largest.change or 0.0) / whole >= MOSTLY:
+            return largest
+    return None
 
 
 def _others(comparison: Comparison) -> list[Words]:
     """Return the changes above noise without those of the step and of the part that explains it, the first first."""
-    step = comparison.difference("step_ns")
+    step = _whole(comparison)
     found = [difference for difference in comparison.differences if difference.is_above_noise]
-    if step is not None and step in found:
+    if step is not None:
         said = (step, _grown(comparison, step))
         found = [difference for difference in found if difference not in said and not _says_the_same(difference, step)]
     found.sort(key=lambda difference: FIRST.index(difference.name) if difference.name in FIRST else len(FIRST))
@@ -148,16 +196,14 @@ def _others(comparison: Comparison) -> list[Words]:
 
 def _why(comparison: Comparison) -> Words:
     """Return what else changed, and when a change counts."""
-    step = comparison.difference("step_ns")
-    is_about_step = step is not None and step.is_above_noise
-    further = _others(comparison)[0 if is_about_step else MAX_IN_TITLE :]
+    further = _others(comparison)[0 if _whole(comparison) is not None else MAX_IN_TITLE :]
     return phrase("Also: {}. {}", joined(", ", further), WHY) if further else WHY
 
 
 def _says_the_same(difference: Difference, step: Difference) -> bool:
-    """Return whether the mean step changes by about as much as the median one."""
+    """Return whether the mean step, or the whole recording, changes by about as much as the median step."""
     apart = abs((difference.relative or 0.0) - (step.relative or 0.0))
-    return difference.name == "mean_step_ns" and apart < _APART
+    return difference.name in WHOLES and apart < _APART
 
 
 def _quantity(name: str) -> str:

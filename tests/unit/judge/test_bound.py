@@ -60,6 +60,15 @@ def test_a_step_in_python_is_not_called_compute_bound(tmp_path: Path) -> None:
     assert bound(made, tmp_path).title == "Host-bound: Python takes 85% of each step (8.50 ms of 10.0 ms)."
 
 
+def test_a_model_that_is_mostly_python_is_not_called_compute_bound(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(6):
+        made.work(250, "aten::mm")
+        made.work(200, "aten::relu")
+        made.python(400)
+    assert bound(made, tmp_path).title == "Host-bound: the model takes 100% of the recorded time, Python 43%."
+
+
 FUNCTION = "shop/run.py(12): train_step"
 
 
@@ -151,7 +160,7 @@ def test_a_training_whose_backward_is_in_no_recorded_thread_is_not_called_host_b
         assert finding.title == (
             "Backward was not recorded: 89% of each step is outside operators, in backward or in Python."
         )
-        assert "ProfilerActivity.CUDA" in finding.next_steps[0]
+        assert finding.remedies[0].id == "record_device"
 
 
 def test_a_trace_with_launches_and_no_kernel_asks_for_the_devices_activity(tmp_path: Path) -> None:
@@ -161,7 +170,7 @@ def test_a_trace_with_launches_and_no_kernel_asks_for_the_devices_activity(tmp_p
         made.call("cudaLaunchKernel", 5)
     finding = bound(made, tmp_path)
     assert finding.title.startswith("Device activity was not recorded: the host calls cudaLaunchKernel")
-    assert "ProfilerActivity.CUDA" in finding.next_steps[0]
+    assert finding.remedies[0].id == "record_device"
 
 
 def test_collectives_of_a_host_that_overlap_count_once(tmp_path: Path) -> None:

@@ -155,3 +155,96 @@ def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(
     )
     assert finding.numbers["flops_per_s"] == pytest.approx(2 * 4096**3 / 0.02)
     assert finding.remedies[0].id == "smaller_weights"
+
+
+def test_devices_that_compute_at_the_same_time_have_rates_of_their_own(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(6):
+        for device in (0, 1):
+            with made.inside("aten::mm", "cpu_op"):
+                made.python(1)
+                made.launch(20_000)
+            made.events[-2]["pid"] = device
+            made.events[-1]["args"] = {"Input Dims": [[4096, 4096]] * 2, "Input type": ["float", "float"]}
+            made.free -= 20_000 * (device == 0)
+    gpus = [{"id": device, "name": "NVIDIA A100-SXM4-80GB"} for device in (0, 1)]
+    numbers = bound(made, tmp_path, deviceProperties=gpus).numbers
+    assert numbers["flops_per_s"] == pytest.approx(2 * 4096**3 / 0.02, rel=0.01)
+
+
+@pytest.mark.parametrize(("pointwise_us", "remedy"), [(100, "view_trace"), (4_000, "fuse_operators")])
+def test_fusing_is_proposed_where_there_is_something_to_fuse(pointwise_us: int, remedy: str, tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(3):
+        with made.inside("aten::mm", "cpu_op"):
+            made.python(1)
+            made.launch(600)
+        made.events[-1]["args"] = {"Input Dims": [[4096, 4096]] * 2, "Input type": ["c10::Half", "c10::Half"]}
+        for _ in range(4):
+            with made.inside("aten::mul", "cpu_op"):
+                made.python(1)
+                made.launch(pointwise_us // 40)
+    assert bound(made, tmp_path).remedies[0].id == remedy
+
+
+@pytest.mark.parametrize(
+    ("operator", "remedy"), [("aten::_foreach_addcdiv_", "fused_updates"), ("aten::_fused_adamw_", "accumulate")]
+)
+def test_updates_of_all_parameters_are_of_the_optimizer(operator: str, remedy: str, tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for name in ("aten::mm", operator, "aten::_foreach_mul_" if "foreach" in operator else operator):
+                with made.inside(name, "cpu_op"):
+                    made.python(1)
+                    made.launch(3_000)
+            with made.inside("Optimizer.step#AdamW.step"):
+                made.synchronize()
+    finding = bound(made, tmp_path)
+    assert finding.title.startswith("Memory-bound: optimizer updates take 67% of each step")
+    assert finding.remedies[0].id == remedy
+
+
+def test_products_with_a_vector_are_bound_by_memory_and_want_more_work(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(30):
+        with made.inside("aten::mm", "cpu_op"):
+            made.python(1)
+            made.launch(60)
+        arguments = {"Input Dims": [[1, 4096], [4096, 11008]], "Input type": ["c10::Half"] * 2}
+        made.events[-1]["args"] = arguments
+    finding = bound(made, tmp_path)
+    assert finding.title.startswith("Memory-bound: matrix multiplication takes 100%")
+    assert finding.remedies[0].id == "more_work"
+
+
+@pytest.mark.parametrize(
+    ("together", "title"), [(False, "3 GPUs take turns: each computes at most 33%"), (True, "Comp")]
+)
+def test_gpus_that_compute_one_after_the_other_take_turns(together: bool, title: str, tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for device in range(3):
+                with made.inside("aten::mm", "cpu_op"):
+                    made.python(1)
+                    made.launch(5_000)
+                made.events[-2]["pid"] = device
+                made.free -= 5_000 * (together and device < 2)
+            made.synchronize()
+    finding = bound(made, tmp_path)
+    assert finding.title.startswith(title)
+    assert (finding.remedies[0].id == "all_gpus") == (not together)
+
+
+def test_an_idle_device_without_a_fault_says_what_it_mostly_waits_for(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(5):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"):
+                made.python(300 if step else 30_000)
+            for _ in range(20):
+                with made.inside("aten::mm", "cpu_op"):
+                    made.launch(200)
+            made.synchronize()
+    assert ", mostly data wait (" in bound(made, tmp_path).title

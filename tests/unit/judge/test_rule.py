@@ -204,3 +204,10 @@ def test_a_title_keeps_its_figures_and_cuts_names() -> None:
     found = titled("The callback {owner} takes {share}.", owner="training.callbacks." * 9 + "Slow.end", share="53%")
     assert len(found) <= POLICY.title
     assert found.endswith("Slow.end takes 53%.")
+
+
+def test_a_remedy_that_only_shows_more_promises_nothing() -> None:
+    found = trace(gpu_window=gpu_times(WINDOW_NS, WINDOW_NS // 2), idle=())
+    (finding,) = ROWS["device"][0].findings(facts_of_files((found,), ()))
+    assert finding.remedies[0].is_look
+    assert (finding.severity, finding.recovers, finding.saves) == (Severity.WARNING, None, "")

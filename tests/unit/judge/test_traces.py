@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import Program
 from lightning_memprof.judge import Severity, examine_files
+from lightning_memprof.judge.traces import shorter_name
 from trace_reports import MS, START, STEP_NS, call, collective, copies, found_in, gpu_times, idle, kernel, trace, waits
 
 
@@ -102,3 +103,8 @@ def test_next_steps_fit_the_recorded_program(program: Program, banned: tuple[str
         assert finding.next_steps
         for step in finding.next_steps:
             assert not [word for word in banned if word in step], (finding.rule, step)
+
+
+@pytest.mark.parametrize("folder", ["", f"/home/a/{'project/' * 12}"])
+def test_a_long_place_keeps_its_file_line_and_function(folder: str) -> None:
+    assert shorter_name(f"{folder}data_pipeline.py(123): transform_batch") == "data_pipeline.py(123): transform_batch"

@@ -106,6 +106,12 @@ def test_lines_without_operators_have_no_heaviest_module() -> None:
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
         ("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int, 512, true, 1, true>", "normalization"),
         ("aten::native_layer_norm_backward", "normalization"),
+        ("aten::_foreach_addcdiv_", "optimizer updates"),
+        ("aten::_fused_adamw_", "optimizer updates"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>>",
+            "optimizer updates",
+        ),
         ("triton_poi_fused_add_mul_0", "compiled code"),
         ("aten::upsample_bilinear2d", "aten::upsample_bilinear2d"),
         ("fbgemm::bounds_check_indices", "fbgemm::bounds_check_indices"),

@@ -63,6 +63,12 @@ def test_the_peaks_of_another_gpu_are_unknown(name: str) -> None:
     assert device_peaks(name) is None
 
 
+def test_gpus_of_one_kind_have_its_peaks_and_of_several_kinds_none() -> None:
+    assert device_peaks("Tesla T4", "Tesla T4") == device_peaks("Tesla T4")
+    assert device_peaks("Tesla T4", "NVIDIA A100-SXM4-80GB") is None
+    assert device_peaks() is None
+
+
 PEAKS = Peaks(source="data sheet", bytes_per_s=1e12, flops_per_s={"bfloat16": 100e12, "float32": 10e12, "tf32": 50e12})
 
 

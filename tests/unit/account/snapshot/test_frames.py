@@ -18,14 +18,14 @@ BINDING = frame("??", "torch::autograd::THPVariable_matmul(_object*, _object*, _
 @pytest.mark.parametrize(
     ("stacks", "lightning", "trains"),
     [
-        ([()], True, True),
+        ([()], False, True),
         ([MODEL], False, False),
         ([(BINDING, *MODEL)], False, False),
         ([MODEL, ()], False, True),
         ([MODEL, OPTIMIZER], False, True),
         ([(*MODEL, LIGHTNING)], True, False),
         ([(*MODEL, frame("/home/a/model.py", "training_step"), LIGHTNING)], True, True),
-        ([(ENGINE,)], True, True),
+        ([(ENGINE,)], False, True),
     ],
 )
 def test_the_stacks_tell_the_program(stacks, lightning, trains):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from device_traces import GEMM, Recording
+from lightning_memprof.account.trace.device import copy_kind
 from lightning_memprof.account.trace.report import trace_report
 from trace_events import OTHER_STREAM, STREAM, call, event, kernel, report
 
@@ -125,3 +126,20 @@ def test_a_streams_wait_for_an_event_is_no_work(tmp_path: Path) -> None:
     assert {kernel.name for kernel in report.kernels} == {GEMM}
     assert report.gpu_window is not None
     assert report.gpu_window.busy_ns == 50 * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Memcpy HtoD (Pageable -> Device)", ("HtoD", True)),
+        ("Memset (Device)", ("Memset (Device)", None)),
+        ("CopyHostToDevice", ("HtoD", None)),
+        ("CopyDeviceToDevice", ("DtoD", None)),
+        ("FillBuffer", ("Memset", None)),
+        ("zeCommandListAppendMemoryCopy(M2D)", ("HtoD", None)),
+        ("zeCommandListAppendMemoryCopy(D2M)", ("DtoH", None)),
+        ("zeCommandListAppendMemoryFill(<1>)", ("Memset", None)),
+    ],
+)
+def test_a_copy_has_one_kind_under_the_names_of_all_vendors(name, kind):
+    assert copy_kind(name) == kind

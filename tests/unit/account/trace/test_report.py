@@ -54,6 +54,13 @@ def test_a_file_with_one_call_in_many_is_a_sample(numbers, is_sample, tmp_path):
     assert any(text.startswith("most events") for text in found.missing) is is_sample
 
 
+@pytest.mark.parametrize(("us", "is_sample"), [(1, True), (100, False)])
+def test_kernels_that_fill_the_time_are_no_sample_whatever_the_numbers_of_their_calls(us, is_sample, tmp_path):
+    numbers = sorted(random.Random(1).sample(range(1, 20_000), 125))
+    made = [(call(130 * i, 130 * i + 5, at), kernel(130 * i + 9, 130 * i + 9 + us, at)) for i, at in enumerate(numbers)]
+    assert report(tmp_path, *(event for pair in made for event in pair)).is_sample is is_sample
+
+
 def test_the_first_schema_is_read_as_the_present_one(tmp_path):
     found = report(
         tmp_path,
@@ -282,6 +289,13 @@ def test_a_list_of_the_older_profiler_has_operators_and_kernels(tmp_path):
         ("aten::mm", False),
         ("sgemm", True),
     ]
+
+
+def test_a_list_without_kernels_shows_by_its_arrows_that_there_was_a_device(tmp_path):
+    path = tmp_path / "list.json"
+    arrow = {"name": "aten::mm", "ph": "s", "ts": 5, "tid": 1, "pid": "CPU functions", "id": 0, "cat": "cpu_to_cuda"}
+    path.write_text(json.dumps([legacy("CPU functions", "aten::mm", 0.5, 30.5), arrow]))
+    assert trace_report(path).device_use == "launches work on cuda"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from findings import recovery
 from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.judge import Finding, Severity
 from lightning_memprof.judge.rules.holders import nothing_in_snapshot
@@ -62,6 +63,7 @@ MODULE = {"filename": "/venv/lib/python3.11/site-packages/torch/nn/modules/modul
         ((MODEL,), (), "no_grad"),
         ((LINEAR, MODULE, frame("/app/nca.py", "update")), (), "no_grad"),
         ((frame("/app/load.py", "to"), frame("/torch/nn/modules/module.py", "_apply")), (), "smaller_weights"),
+        ((frame("/venv/lib/python3.11/site-packages/safetensors/torch.py", "load_file"),), (), "smaller_weights"),
         ((MODEL, MODULE, OPTIMIZER), (), "checkpointing"),
         ((KV_CACHE, TRAIN), (native("AccumulateGrad"),), "smaller_cache"),
         ((native("generated::DivBackward0"),), (), "smaller_batch"),
@@ -73,6 +75,12 @@ def test_the_remedy_for_the_largest_line_is_that_of_its_stacks(tmp_path, frames,
     finding = holder_of(tmp_path, *frames, others=others)
     assert "of the peak of cuda:0" in finding.title
     assert finding.remedies[0].id == remedy
+
+
+@pytest.mark.parametrize(("phase", "most"), [("_apply", 1.5), ("_call_impl", 3)])
+def test_fewer_bytes_a_number_save_half_of_the_weights(tmp_path, phase, most):
+    finding = holder_of(tmp_path, frame("/app/load.py", "to"), frame("/torch/nn/modules/module.py", phase))
+    assert recovery(finding).max == most * GIB
 
 
 @pytest.mark.parametrize(("outer", "how"), [((LIGHTNING,), "Trainer(strategy='fsdp')"), ((), "fully_shard(model)")])

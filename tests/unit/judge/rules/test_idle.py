@@ -181,6 +181,18 @@ def test_long_gaps_of_python_between_a_few_kernels_are_not_launch_bound(tmp_path
     assert "train.py(3): main" in finding.next_steps[0]
 
 
+def test_a_function_that_runs_before_each_launch_is_not_in_the_launches(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(100):
+        with made.inside("loop.py(9): log", "python_function"):
+            made.python(120)
+        made.work(5, "aten::mm")
+        made.launch(60)
+    finding = found_in_trace(made.write(tmp_path / "log.pt.trace.json", with_stack=1))["gpu_idle"]
+    assert finding.numbers["launch_bound"] is False
+    assert finding.next_steps[0] == "Move this out of the step: loop.py(9): log."
+
+
 def test_a_place_that_contains_the_launches_cannot_be_moved(tmp_path: Path) -> None:
     def forward(made: Recording) -> None:
         with made.inside("model.py(36): forward", "python_function"):
@@ -382,12 +394,19 @@ def test_the_profiler_is_a_note_of_at_most_the_time_in_which_the_device_waits_fo
     assert "with_stack=False" in finding.next_steps[0]
 
 
+def test_idle_time_that_another_rule_is_about_is_in_the_evidence() -> None:
+    causes = (idle(Part.IDLE_LAUNCH, 300 * MS), idle(Part.IDLE_ALLOCATOR, 100 * MS), idle(Part.IDLE_DATA, MS))
+    why = found_in(trace(causes=causes))["gpu_idle"].why
+    assert "100 ms while the host is in allocator calls" in why
+    assert "data wait" not in why
+
+
 def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() -> None:
     window_ns = 5 * STEP_NS
     finding = found_in(trace(gpu_window=gpu_times(window_ns, window_ns // 2), idle=()))["gpu_idle"]
     assert finding.numbers["main_cause"] == Part.IDLE_UNKNOWN
     assert "while the host" not in finding.title
-    assert "ProfilerActivity.CPU" in finding.next_steps[0]
+    assert finding.remedies[0].id == "record_device"
 
 
 def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:

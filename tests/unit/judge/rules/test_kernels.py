@@ -29,6 +29,12 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
     assert "bf16-mixed" in finding.next_steps[0]
 
 
+@pytest.mark.parametrize(("number", "is_found"), [("float", True), ("__half", False), ("__nv_bfloat16", False)])
+def test_a_product_with_a_vector_tells_its_type(number: str, is_found: bool) -> None:
+    name = f"void gemv2T_kernel_val<int, int, {number}, {number}, {number}, float, 128, 16, 4, 4, false>(Params)"
+    assert ("tensor_cores_unused" in found_in(trace(kernels=(kernel(name, 100, MS),)))) == is_found
+
+
 @pytest.mark.parametrize(
     ("half_ns", "why", "advice"),
     [

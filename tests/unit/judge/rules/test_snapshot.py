@@ -99,7 +99,7 @@ BACKWARD = frame("/venv/lib/python3.11/site-packages/torch/autograd/graph.py", "
 @pytest.mark.parametrize(
     ("stack", "advice"),
     [
-        ((), ("accumulate_grad_batches=2", "Trainer(precision='bf16-mixed')")),
+        ((), ("an optimizer step after 2", "torch.autocast")),
         ((TRAINING_STEP, LIGHTNING), ("accumulate_grad_batches=2", "Trainer(precision='bf16-mixed')")),
         ((BACKWARD, TRAIN), ("an optimizer step after 2", "torch.autocast")),
         ((MODEL, LIGHTNING), ("shorter inputs", "Trainer(precision='bf16-true')")),
@@ -183,6 +183,8 @@ def test_unused_memory_is_found_without_a_history_too(tmp_path):
     assert "16% of this between live blocks" in finding.title
     assert finding.severity is Severity.INFO
     assert "empty_cache()" in finding.next_steps[0]
+    whole = [segment(block(0, GIB, MODEL)), segment(unused(64 * GIB, GIB))]
+    assert found(tmp_path, snapshot(whole, []))["fragmentation"].title.endswith("none of this between live blocks.")
     assert "fragmentation" not in found(tmp_path, snapshot([segment(*pieces(10, 400 * MIB, 100 * MIB))], []))
 
 

@@ -138,6 +138,55 @@ def test_the_part_that_grew_is_named_and_the_others_are_counted(others: int, cou
     assert counted in words_text(comparison_document(found).why)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "named"),
+    [
+        (("flash_fwd_kernel", "void flash::flash_bwd_kernel<128>(int)"), "attention (4.00 ms -> 18.0 ms)"),
+        (("a" * 90, "sgemm"), f"{'a' * 33}… (2.00 ms -> 16.0 ms)"),
+        ((), "GPU compute (10.0 ms -> 29.0 ms)"),
+    ],
+)
+def test_of_a_device_the_kernels_that_grew_are_named(kernels: tuple[str, ...], named: str) -> None:
+    a, b = (replace(each, kind="traces", named={}) for each in sides())
+    a = replace(a, measures={**a.measures, "gpu_compute_ns": measure("gpu_compute_ns", 10e6)})
+    b = replace(b, measures={**b.measures, "gpu_compute_ns": measure("gpu_compute_ns", 29e6)})
+    if kernels:
+        a = replace(a, named={"kernels": dict.fromkeys(kernels, 2e6)})
+        b = replace(b, named={"kernels": {kernels[0]: 16e6, kernels[1]: 2e6}})
+    found = compare(a, b)
+    assert words_text(conclusion(found)) == f"step time +100% (20.0 ms -> 40.0 ms), mostly {named}"
+    limited = conclusion(found, [check(found, parse_limit("step_ns>1%"))])
+    assert len(words_text(limited)) <= 100
+
+
+def test_of_a_host_alone_the_operators_that_grew_are_named() -> None:
+    a, b = (replace(each, kind="traces", named={}) for each in sides())
+    a = replace(a, named={"operators": {"aten::mkldnn_convolution": 5e6, "aten::relu": 1e6}})
+    b = replace(b, named={"operators": {"aten::mkldnn_convolution": 22e6, "aten::relu": 2e6}})
+    assert words_text(conclusion(compare(a, b))).endswith(", mostly convolution (5.00 ms -> 22.0 ms)")
+
+
+def test_a_step_time_of_too_few_steps_is_unclear() -> None:
+    a, b = sides()
+    steps = {"a": (20e6, 20.1e6, 20e6), "b": (21e6, 21.1e6, 21e6)}
+    a, b = (
+        replace(each, measures={**each.measures, "step_ns": replace(each.measures["step_ns"], value=ns[0], steps=ns)})
+        for each, ns in zip((a, b), steps.values(), strict=True)
+    )
+    words = "B differs from A, step time unclear, too few steps (20.0 ms -> 21.0 ms): "
+    assert words_text(conclusion(compare(a, b))).startswith(words)
+
+
+def test_traces_without_steps_are_compared_by_the_time_of_the_device() -> None:
+    times = {"gpu_window_ns": (6e6, 13e6), "duration_ns": (6e6, 13e6), "gpu_idle_ns": (0, 7e6)}
+    a, b = (
+        Side(label=label, kind="traces", measures={name: measure(name, each[at]) for name, each in times.items()})
+        for at, label in enumerate("ab")
+    )
+    title = words_text(conclusion(compare(a, b)))
+    assert title == "GPU window +117% (6.00 ms -> 13.0 ms), mostly GPU idle (0 ns -> 7.00 ms)"
+
+
 def test_kernels_have_their_short_names() -> None:
     name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, int>(int)"
     a, b = (replace(each, named={"kernels": {name: ns}}) for each, ns in zip(sides(), (1e6, 9e6), strict=True))
