@@ -39,7 +39,7 @@ def recorded(
     waits = round((python + operators + allocator) * STEPS * MS)
     causes = [
         idle(Part.IDLE_ALLOCATOR, round(allocator * STEPS * MS), "cudaMalloc"),
-        idle(Part.IDLE_PYTHON, round(python * STEPS * MS), "[pl][profile]run_training_batch"),
+        replace(idle(Part.IDLE_PYTHON, round(python * STEPS * MS), "[pl][profile]run_training_batch"), launches=True),
         idle(Part.IDLE_OPERATORS, round(operators * STEPS * MS), "aten::linear"),
     ]
     return trace(
