@@ -387,6 +387,10 @@ WITH_GRAPH: Final = " with its graph"
 """In the content of a holder: its tensors keep the graphs, and the activations, that computed them."""
 
 
+OF_LARGER: Final = " of a larger tensor"
+"""In the content of a holder: each of its tensors is a part of another one, which it keeps whole."""
+
+
 class HolderRow(SeriesRow, gc=False):
     """A holder of memory that grew between ``since_step`` and ``step``, as the search at ``step`` found it.
 
@@ -417,6 +421,11 @@ class HolderRow(SeriesRow, gc=False):
     def keeps_graphs(self) -> bool:
         """Whether tensors keep their graphs."""
         return WITH_GRAPH in (self.content or "")
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether tensors keep the larger ones that they are parts of."""
+        return OF_LARGER in (self.content or "")
 
 
 class ActionTotalRow(SeriesRow, gc=False):

@@ -47,9 +47,8 @@ def holder_cause(holder: HolderRow) -> Cause:
     )
     source = f": {holder.source.strip()}" if holder.source else ""
     assigned = f", assigned in {holder.line}{source}" if holder.line else ""
-    remedy = (do.WITHOUT_GRAPHS if holder.keeps_graphs else do.BOUND_HOLDER).filled(
-        place=place, assigned=assigned, detached=detached
-    )
+    needless = do.WITHOUT_GRAPHS if holder.keeps_graphs else do.COPY_PARTS if holder.keeps_whole else None
+    remedy = (needless or do.BOUND_HOLDER).filled(place=place, assigned=assigned, detached=detached)
     return Cause(place, why, remedy, graph=graph, line=line)
 
 

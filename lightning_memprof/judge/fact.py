@@ -24,6 +24,8 @@ from lightning_memprof.units import format_bytes, format_count, format_ns, perce
 
 PASSES: Final = (Part.FORWARD, Part.BACKWARD)
 """The parts in which the program alone spends time."""
+LOADING: Final = (".fetch", ".collate", ".sampler")
+"""Ends of the names of what a data loader calls in the training process."""
 WITHOUT_TRAINER: Final = (
     *PASSES,
     *BUSY,
@@ -114,8 +116,8 @@ class Spent(Sourced, frozen=True, kw_only=True):
         """The time per step below which nothing is reported: the Trainer's own hooks take a millisecond per step."""
         if all(line.part in WITHOUT_TRAINER for line in self.lines):
             return 0
-        is_hook = all(line.part == Part.MODULE_HOOK for line in self.lines)
-        is_short = self.ledger.step_ns < POLICY.short_step_ns and not is_hook
+        own = total(line for line in self.lines if line.part == Part.MODULE_HOOK or line.name.endswith(LOADING))
+        is_short = self.ledger.step_ns < POLICY.short_step_ns and own < POLICY.most * self.ns
         return POLICY.action_short_ns if is_short else POLICY.action_ns
 
     @property

@@ -444,6 +444,9 @@ BOUND_HOLDER: Final = Remedy(text="Clear or bound {place}{assigned}{detached}.")
 WITHOUT_GRAPHS: Final = Remedy(
     text="Keep {place} without graphs{assigned}: store .detach() or .item(), or compute it under torch.no_grad()."
 )
+COPY_PARTS: Final = Remedy(
+    text="Store copies in {place}{assigned}: .clone() of each part; a view keeps the whole tensor that it is of."
+)
 RELEASE_TENSORS: Final = Remedy(
     text="Find the list, dict or object that keeps {made}: store .item() or .detach().cpu(), or clear it."
 )

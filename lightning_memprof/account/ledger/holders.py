@@ -137,9 +137,10 @@ def held_growth(rows: Sequence[HolderRow], pulse: Sequence[PulseRow]) -> Growth 
 def size_when_full(holder: HolderRow) -> int | None:
     """Return the bytes of a container with as many entries as it is limited to, None if that is not small.
 
-    A buffer or a cache with a limit grows until it is full. No program keeps graphs on purpose.
+    A buffer or a cache with a limit grows until it is full; no program keeps graphs or whole tensors on purpose.
     """
-    if not holder.bound or not holder.added or holder.added_bytes is None or holder.keeps_graphs:
+    needless = holder.keeps_graphs or holder.keeps_whole
+    if not holder.bound or not holder.added or holder.added_bytes is None or needless:
         return None
     full = round(holder.added_bytes / holder.added * holder.bound)
     return full if full <= max(BUFFER_BYTES, BUFFER_FACTOR * holder.added_bytes) else None

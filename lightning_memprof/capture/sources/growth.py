@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_memprof.artifacts.series import WITH_GRAPH, HolderRow
+from lightning_memprof.artifacts.series import OF_LARGER, WITH_GRAPH, HolderRow
 from lightning_memprof.capture.census import (
     LEAST_ENTRIES,
     MOST_NODES,
@@ -60,6 +60,8 @@ _PARTS: Final = 400
 _NESTED: Final = 64
 # Of a tensor without its data: the objects of Python and C++.
 _TENSOR_BYTES: Final = 440
+# A part that is so much smaller than the tensor that it keeps is to be copied.
+_PART: Final = 4
 # Types of everything, those that own no data, and those that are compared one by one.
 _UNCOUNTED: Final = frozenset(
     {"cell", "deque", "dict", "frame", "function", "list", "method", "module", "set", "traceback", "tuple", "type"}
@@ -140,13 +142,15 @@ class _Content:
         return kind.__basicsize__, kind.__name__
 
     def _tensor(self, tensor: torch.Tensor) -> tuple[int, str]:
-        size = _TENSOR_BYTES
+        held = 0
         for address, storage_bytes in storage_sizes([tensor]).items():
-            size += 0 if address in self.storages else storage_bytes
+            held += 0 if address in self.storages else storage_bytes
             self.storages.add(address)
-        saved = 0
+        size, saved = _TENSOR_BYTES + held, 0
         with DisableTorchFunction():
             words = _shaped(type_name(tensor), tensor.shape)
+            if held >= _PART * tensor.nbytes + _TENSOR_BYTES:
+                words += OF_LARGER
             if not tensor.is_leaf:
                 saved = self._graph.read(tensor, self.storages, self._nodes, MOST_NODES).held_bytes
         return size + saved, f"{words}{WITH_GRAPH}" if saved else words

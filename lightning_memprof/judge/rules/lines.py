@@ -152,7 +152,7 @@ def _loops(rank: Rank, ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Ho
             says="Python loop: {owner} runs {repeated} {times} times in each forward: {share}{rank}.",
             fields={"repeated": loop.repeated, "times": f"{loop.times:,.0f}"},
             measured=(
-                f"Forward and backward of the loop take {format_ns(ns)} of {ledger.length_text}{computing}"
+                f"{_passes_of(loop.lines)} {format_ns(ns)} of {ledger.length_text}{computing}"
                 f"{line.share_text(place) if line else ''}"
             ),
             why="Each small call is dispatched from Python and uses few cores.",
@@ -221,6 +221,11 @@ def _submodules(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
                 lines=[line for line in within if line not in made],
                 made=made,
             )
+
+
+def _passes_of(lines: Sequence[TimeLine]) -> str:
+    has_backward = any(line.part == Part.BACKWARD for line in lines)
+    return "Forward and backward of the loop take" if has_backward else "The loop takes"
 
 
 def _in_short_calls(lines: Sequence[TimeLine], least: float) -> tuple[float, float]:

@@ -45,8 +45,9 @@ def test_a_container_near_its_limit_fills_up() -> None:
     assert not Holders(searches(17, 65, 199, bound=10**9), SLOPE).ends
 
 
-def test_graphs_that_a_bounded_container_keeps_do_not_fill_it_up() -> None:
-    rows = [replace(row, content="Tensor[] with its graph") for row in searches(17, 65, 199, bound=300)]
+@pytest.mark.parametrize("content", ["Tensor[] with its graph", "Tensor[9] of a larger tensor"])
+def test_what_a_bounded_container_keeps_needlessly_does_not_fill_it_up(content: str) -> None:
+    rows = [replace(row, content=content) for row in searches(17, 65, 199, bound=300)]
     holders = Holders(rows, SLOPE)
     assert not holders.ends
     assert holders.main == rows[-1]

@@ -116,6 +116,17 @@ def test_losses_in_a_list_hold_the_nodes_of_their_graphs() -> None:
     assert 40 * 200 * 400 < (row.added_bytes or 0) < 8 * MIB
 
 
+@pytest.mark.parametrize(("rows", "content"), [(100, "Tensor[100,100]"), (2, "Tensor[2,100] of a larger tensor")])
+def test_a_part_of_a_tensor_keeps_it_whole(rows: int, content: str) -> None:
+    model = Keeping()
+    before = take_census(1, 0)
+    model.tensors += [torch.zeros(100, 100)[:rows] for _ in range(40)]
+    found = growth.grown_holders(before, take_census(2, 8 * MIB), model, 60, ())
+    row = next(row for row in found if row.place == "Keeping.tensors[...]")
+    assert row.content == content
+    assert (row.added_bytes or 0) >= 30 * 40_000
+
+
 def test_tensors_of_all_shapes_at_one_place_count() -> None:
     # Three entries are too few for the containers that are counted.
     model = Keeping()

@@ -12,11 +12,13 @@ from msgspec.structs import replace
 from device_traces import BASE_NS, KERNELS, Recording, training
 from fake_runs import HEALTHY, FakeRun, add_series, make_run, set_epochs
 from findings import found, found_in_run, found_in_trace, ids, loader, phases, recovery, write_rows
+from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.workers import calls
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, Severity, examine, examine_files
 from lightning_memprof.judge.loading import wanted_workers
+from lightning_memprof.judge.rules import data
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import MIB
@@ -322,6 +324,18 @@ def test_fetches_of_very_short_steps_are_not_loading() -> None:
     report = trace(loading_ns=5 * 3 * MS // 10, gpu_window=None, idle=(), kernels=())
     short = tuple(replace(step, duration_ns=MS, data_loading_ns=3 * MS // 10) for step in report.steps)
     assert not found_in(replace(report, steps=short))
+
+
+@pytest.mark.parametrize(("name", "is_found"), [("Replay.fetch", True), ("Loop.train_dataloader_next", False)])
+def test_in_short_steps_the_data_set_counts_from_a_millisecond_on_and_the_trainer_from_two(
+    tmp_path: Path, name: str, is_found: bool
+) -> None:
+    facts = Facts.of(load_run(make_run(tmp_path, FakeRun())))
+    wait = TimeLine(part=Part.DATA_WAIT, name=name, ns=1.5 * MS, count=1.0)
+    ledger = replace(facts.ledgers[0], step_ns=6 * MS, lines=(wait, TimeLine(part=Part.FORWARD, ns=4.5 * MS)))
+    vars(facts)["ledgers"] = {0: ledger}
+    (row,) = (row for row in data.ROWS if row.id == "input_bound")
+    assert bool(list(row.findings(facts))) is is_found
 
 
 def test_waiting_for_data_is_found_with_the_present_settings(tmp_path: Path) -> None:

@@ -76,6 +76,12 @@ def test_tensors_that_keep_their_graphs_are_to_be_kept_without_them(tmp_path: Pa
     assert "self.outputs = deque(500)" in finding.next_steps[0]
 
 
+def test_views_that_keep_larger_tensors_are_to_be_copied(tmp_path: Path) -> None:
+    holder = {**OUTPUTS, "content": "Tensor[9] of a larger tensor", "bound": 500}
+    (finding,) = grown(tmp_path / "run", piled_up(tmp_path / "snapshot.pickle", 10, 20 * MIB), holder=holder)
+    assert finding.remedies[0].id == "copy_parts"
+
+
 @pytest.mark.parametrize(
     ("place", "content"),
     [("Node[...]", "FakeTensor[640,160]"), ("FakeTensorMode[...]", "ShapeEnv with FakeTensor[8] and others")],
