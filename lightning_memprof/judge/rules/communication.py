@@ -97,7 +97,8 @@ def _remedies(facts: Facts, found: Straggler, spot: Spot | None) -> tuple[Remedy
     fit = spot_remedies(spot) if spot is not None else ()
     if found.cause == Part.CALLBACK:
         owner = found.callback or "its callbacks"
-        return (*fit, do.SHARE_CALLBACK.filled(**place, owner=owner, object=owner.rpartition(".")[0]))
+        share = do.SHARE_CALLBACK.filled(**place, owner=owner, object=owner.rpartition(".")[0])
+        return (*fit, share) if spot is not None and spot.waits else (share, *fit)
     if found.cause == Part.DATA_WAIT:
         ledger = facts.ledgers.get(found.rank)
         loads = [line for line in ledger.of("data_wait") if "." in line.name] if ledger else []
