@@ -5,48 +5,31 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypedDict, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_memprof.artifacts.sink import RunPlace
-from lightning_memprof.capture.base import Collector
-from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.observe import deferred
-from lightning_memprof.capture.triggers.watch import Triggers
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.background import print_page, start_report
 from lightning_memprof.integration.live_run import LIVE, LiveRun
 from lightning_memprof.integration.loop_run import LoopRun, ranks_of_process
 from lightning_memprof.integration.place import agreed_place
 from lightning_memprof.integration.program_calls import ProgramCalls
-from lightning_memprof.integration.settings import OutputOptions, Ranks, RunOptions, for_this_rank
+from lightning_memprof.integration.settings import RunOptions, for_this_rank
 from lightning_memprof.logs import logger_of
-from lightning_memprof.schedule import Schedule
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 log = logger_of(__name__)
 _T = TypeVar("_T")
 
 _DIRECTORY: Final = "memprof"
-
-
-class LoopOptions(TypedDict, total=False):
-    """The options that :class:`MemProfilerCallback` has, too."""
-
-    schedule: Schedule | Mapping[str, Any] | Callable[[int], Any]
-    collectors: Sequence[Collector | Literal["default"]] | None
-    ranks: Ranks
-    triggers: Triggers
-    budget: Budget
-    output: OutputOptions
 
 
 class record(ProgramCalls):  # noqa: N801 used as a function: `with record(model) as recording`
@@ -74,7 +57,7 @@ class record(ProgramCalls):  # noqa: N801 used as a function: `with record(model
         model: nn.Module,
         *optimizers: torch.optim.Optimizer,
         dirpath: str | Path | None = None,
-        **options: Unpack[LoopOptions],
+        **options: Any,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -82,10 +65,9 @@ class record(ProgramCalls):  # noqa: N801 used as a function: `with record(model
         for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise ConfigError(f"record(..., {optimizer!r}): must be a torch.optim.Optimizer")
-        if unknown := set(options) - set(LoopOptions.__annotations__):
-            raise ConfigError(
-                f"record({', '.join(sorted(unknown))}=...): its options are {', '.join(LoopOptions.__annotations__)}"
-            )
+        names = [each.name for each in fields(RunOptions)]
+        if unknown := set(options).difference(names):
+            raise ConfigError(f"record({', '.join(sorted(unknown))}=...): its options are {', '.join(names)}")
         self._model = model
         self._optimizers = optimizers
         self._options = RunOptions(**options)

@@ -22,7 +22,7 @@ from lightning_memprof.artifacts import remote
 from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import HostMemory
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.integration import attachment
+from lightning_memprof.integration import live_run
 from lightning_memprof.read.run.fetch import local_run
 from lightning_memprof.read.run.load import load_run
 from ranks import launch
@@ -180,7 +180,7 @@ def test_files_that_cannot_be_copied_are_kept_and_the_run_says_so(
 def test_ctrl_c_ends_a_program_whose_place_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(700))
-    monkeypatch.setattr(attachment, "HURRY_S", 0.2)
+    monkeypatch.setattr(live_run, "HURRY_S", 0.2)
     callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, summary=False), collectors=[HostMemory()])
     started = time.monotonic()
     # Lightning ends the program, and ignores any further Ctrl-C before that.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.utils.data import DataLoader
 
@@ -125,3 +127,13 @@ def plain_epoch(recording: record, model: nn.Module) -> None:
         model(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def a_rank(rank: int, port: int, place: str) -> None:
+    """Train on one of two ranks."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    model = DistributedDataParallel(seeded())
+    with record(model, dirpath=place, schedule=EVERY, output=QUIET) as recording:
+        plain(recording.steps, model)
+    torch.distributed.destroy_process_group()

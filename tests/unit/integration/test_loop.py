@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memprof import ConfigError, MemProfilerCallback, load_run, record
 from lightning_memprof.collectors import Pulse
 from lightning_memprof.judge import Finding
-from plain_loops import EVERY, QUIET, batches, plain, plain_epoch, seeded
+from plain_loops import EVERY, QUIET, a_rank, batches, plain_epoch, seeded
 from training import Perceptron, loader
 
 
@@ -74,6 +72,11 @@ def test_remedies_are_those_of_a_loop(tmp_path: Path) -> None:
     assert found["anomaly_detection"].next_steps
 
 
+def test_an_option_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"collector=.*its options are schedule, collectors, ranks"):
+        record(seeded(), collector=[])
+
+
 def test_values_of_a_wrong_type_are_refused_before_the_loop() -> None:
     with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
         record(torch.nn.Linear)  # type: ignore[arg-type]
@@ -81,20 +84,11 @@ def test_values_of_a_wrong_type_are_refused_before_the_loop() -> None:
         record(seeded(), "adam")  # type: ignore[arg-type]
 
 
-def _rank(rank: int, port: int, place: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    model = DistributedDataParallel(seeded())
-    with record(model, dirpath=place, schedule=EVERY, output=QUIET) as recording:
-        plain(recording.steps, model)
-    torch.distributed.destroy_process_group()
-
-
 def test_two_ranks_share_a_directory(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (port, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(a_rank, (port, str(tmp_path)), nprocs=2)
     run = load_run(tmp_path)
     assert [(rank.rank, rank.steps, rank.facts.strategy) for rank in run.ranks] == [
         (0, 12, "DistributedDataParallel"), (1, 12, "DistributedDataParallel"),
