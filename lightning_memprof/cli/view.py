@@ -56,7 +56,8 @@ def _execute(options: Namespace) -> int:
     steps = None if options.steps is None else parse_numbers("--steps", options.steps)
     with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
         ui = ui_directory()
-        trace = _prepare(named_or_newest(options.TARGET), steps, f"{folder}/{{}}.json" if ui else "{}-timeline.json.gz")
+        place, ending = (Path(folder), ".json") if ui else (Path(), "-timeline.json.gz")
+        trace = _prepare(named_or_newest(options.TARGET), steps, place, ending)
         if (size := _uncompressed_bytes(trace)) > _LARGE_BYTES:
             say(
                 f"{trace.name} has {size / 1e6:.0f} MB: a browser may fail to open it. "
@@ -80,8 +81,8 @@ def _execute(options: Namespace) -> int:
     return 0
 
 
-def _prepare(names: Sequence[str], steps: Sequence[int] | None, named: str) -> Path:
-    """Return one trace file to open; a new one is written where ``named`` says, with the name in place of ``{}``."""
+def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path, ending: str) -> Path:
+    """Return one trace file to open; a new one is written to ``folder``, its name with ``ending``."""
     from lightning_memprof.read.run.targets import Targets
     from lightning_memprof.read.trace.events import full_events
     from lightning_memprof.read.trace.text import TraceText
@@ -96,7 +97,7 @@ def _prepare(names: Sequence[str], steps: Sequence[int] | None, named: str) -> P
             return trace
         else:
             name = "traces"
-        merged = Path(named.format(name))
+        merged = folder / f"{name}{ending}"
         merge(found, merged, steps=steps)
         return merged
 
