@@ -142,7 +142,8 @@ VALIDATE_LESS_OFTEN: Final = Remedy(
     in_torch="Validate less often, or on less data.",
 )
 SAVE_LESS_OFTEN: Final = Remedy(
-    text="Save less often: ModelCheckpoint(every_n_train_steps=1000) or (train_time_interval=timedelta(minutes=30))."
+    text="Save less often: ModelCheckpoint(every_n_train_steps=1000) or (train_time_interval=timedelta(minutes=30)).",
+    in_torch="Save less often: every N steps, not in each epoch.",
 )
 SAVE_LESS: Final = Remedy(
     text="Save less: ModelCheckpoint(save_weights_only=True, save_top_k=1), save_hyperparameters(ignore=[...]).",
@@ -187,7 +188,8 @@ RARER_WORK: Final = Remedy(
     text=(
         "Do the extra work of the {part} in these steps less often. To see it, record one: "
         "MemProfilerCallback(schedule=Schedule(steps=({step},), active=1))."
-    )
+    ),
+    in_torch="Do the extra work of the {part} in these steps less often.",
 )
 CATCH_STEP: Final = Remedy(
     text="Let the next slow step open a window: MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()])).",
@@ -425,7 +427,8 @@ IN_PARTS: Final = Remedy(
     text="Split the work of {owner} into parts, or accumulate it in each batch: it needs {size} beyond the steps."
 )
 START_SMALLER: Final = Remedy(
-    text="Load and compute in parts before the steps: torch.load(mmap=True), setup(), configure_optimizers()."
+    text="Load and compute in parts before the steps: torch.load(mmap=True), setup(), configure_optimizers().",
+    in_torch="Load and compute in parts before the steps: torch.load(mmap=True).",
 )
 RECORD_FROM_START: Final = Remedy(
     text="Record the memory from the start: lightning_memprof.start_memory_history() before the Trainer.",
@@ -445,7 +448,7 @@ WITHOUT_GRAPHS: Final = Remedy(
     text="Keep {place} without graphs{assigned}: store .detach() or .item(), or compute it under torch.no_grad()."
 )
 COPY_PARTS: Final = Remedy(
-    text="Store copies in {place}{assigned}: .clone() of each part; a view keeps the whole tensor that it is of."
+    text="Store copies in {place}{assigned}: .clone() of each part; a view keeps its whole tensor alive."
 )
 RELEASE_TENSORS: Final = Remedy(
     text="Find the list, dict or object that keeps {made}: store .item() or .detach().cpu(), or clear it."

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import lightning_memprof
@@ -28,6 +29,14 @@ def test_each_remedy_is_one_of_a_finding() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "do"
     }
     assert HELD.keys() - used == set()
+
+
+def test_a_loop_without_a_trainer_gets_no_advice_for_one() -> None:
+    lightning = re.compile(r"Trainer\(|MemProfilerCallback|on_train_\w+|setup\(\)|configure_\w+\(\)|ModelCheckpoint")
+    found = {name: held.in_program({"other program"}).text for name, held in HELD.items()}
+    # It offers both.
+    del found["RECORD_RUN"]
+    assert [name for name, text in found.items() if lightning.search(text)] == []
 
 
 def test_a_remedy_applies_where_all_that_it_needs_holds() -> None:
