@@ -145,7 +145,7 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
 def containers() -> list[Any]:
     """Return all lists, dicts, sets and deques.
 
-    Before Python 3.14 the garbage collector does not track a dict of numbers, texts and bytes; its owner it does.
+    Before Python 3.14 the garbage collector does not track dicts of numbers, texts and bytes; it tracks their owners.
     """
     # Neither list nor dictionary of this function may be among them.
     found = tracked_objects(is_container_type)

@@ -52,7 +52,7 @@ _INTERRUPTED: Final = "Lightning called neither on_exception nor teardown"
 def end_abandoned(trainer: Trainer | None = None) -> None:
     """End the live runs that are over, and those of ``trainer``, which begins another."""
     for run in tuple(LIVE):
-        if run.is_over() or (trainer is not None and getattr(run, "trainer", None) is trainer):
+        if run.is_over() or (isinstance(run, Attachment) and run.trainer is trainer):
             run.abandon()
 
 

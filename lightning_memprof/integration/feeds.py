@@ -238,7 +238,7 @@ class TensorFeed:
     """Who listens to the batches and losses of a run.
 
     Args:
-        is_over: returns whether what drives the run has ended, with or without its hooks.
+        is_over: returns whether the Trainer or the loop has ended, with or without its hooks.
         optimizers: returns the optimizers.
 
     Attributes:

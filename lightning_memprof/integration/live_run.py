@@ -1,4 +1,4 @@
-"""One live run of a stage on one rank, whatever drives its steps: a Trainer, or a loop of the program's own."""
+"""A live run of one stage on one rank, driven by a Trainer or by a loop of the program."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LiveRun:
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Return whether what drives the run has ended, even if the recording has not."""
+        """Return whether the Trainer or the loop has ended, even if the recording has not."""
 
     @abstractmethod
     def abandon(self, reason: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the program may call while it is recorded: snapshots, regions, triggers, holders."""
+"""Calls for the recorded program: snapshots, regions, triggers, holders."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, table: EventTable, spa
 
 
 def _first(when: Intervals, starts: Column, ends: Column) -> Column:
-    """Return the time of a set that each event has, by start, and no event before it."""
+    """Return the time of a set that belongs to each event, by start: time in several belongs to the first."""
     reach = np.maximum.accumulate(np.append(np.iinfo(np.int64).min, ends))
     first, last = np.maximum(starts, reach[:-1]), np.maximum(ends, reach[:-1])
     return length_before(when, last) - length_before(when, first)
